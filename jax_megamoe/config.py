@@ -1,0 +1,64 @@
+"""Options of the mixture-of-experts operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+Precision = Literal["bf16", "fp8", "mxfp8", "fp8_bwd"]
+Implementation = Literal["auto", "ffi", "xla"]
+
+_PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
+_IMPLEMENTATIONS = ("auto", "ffi", "xla")
+_WGRAD_PRECISIONS = ("bf16", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """How the expert path is computed; frozen and hashable, so it can be a static argument.
+
+    Attributes:
+      precision: number format of the matrix operands. "bf16"; "fp8" (blockwise E4M3, Hopper);
+        "mxfp8" (Blackwell); "fp8_bwd" (bf16 forward, fp8 backward).
+      implementation: "ffi" (the fused custom calls), "xla" (plain JAX, any backend), or "auto":
+        ffi where a Hopper GPU can run it, else xla.
+      capacity_factor: rows of the dispatch buffer as a multiple of the balanced load (tokens x
+        top-k). Not a limit on routing: a rank that receives more rows works in several rounds.
+      reserved_sms: streaming multiprocessors left free for other kernels, for example collectives
+        that run beside the layer.
+      timeout_s: seconds that a rank waits for a peer before it stops with an error.
+      swiglu_limit: clamps the gate from above and the up projection on both sides to this value
+        before SwiGLU; None for no clamp.
+      wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
+        "fp8".
+    """
+
+    precision: Precision = "bf16"
+    implementation: Implementation = "auto"
+    capacity_factor: float = 2.0
+    reserved_sms: int = 0
+    timeout_s: float = 60.0
+    swiglu_limit: float | None = None
+    wgrad_precision: Literal["bf16", "fp8"] = "bf16"
+
+    def __post_init__(self):
+        _one_of("precision", self.precision, _PRECISIONS)
+        _one_of("implementation", self.implementation, _IMPLEMENTATIONS)
+        _one_of("wgrad_precision", self.wgrad_precision, _WGRAD_PRECISIONS)
+        _finite_above("capacity_factor", self.capacity_factor, 0)
+        _finite_above("timeout_s", self.timeout_s, 0)
+        if self.swiglu_limit is not None:
+            _finite_above("swiglu_limit", self.swiglu_limit, 0)
+        if not isinstance(self.reserved_sms, int) or self.reserved_sms < 0:
+            raise ValueError(f"reserved_sms is {self.reserved_sms!r}; it must be an integer >= 0")
+
+
+def _one_of(name, value, accepted):
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, accepted))}")
+
+
+def _finite_above(name, value, bound):
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= bound:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above {bound}")

@@ -1,0 +1,60 @@
+"""The oracle of every test: the expert path in plain jnp, fp32, one expert at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.op import MoEStats
+
+
+def moe_mlp(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    expert_weights: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    axis_name: str | None = None,
+    config: MoEConfig = MoEConfig(),
+    return_stats: bool = False,
+):
+    """Computes `jax_megamoe.moe_mlp` slowly and exactly; see there for shapes and meaning.
+
+    Every operand is taken to fp32 as it is, each expert multiplies every token, and a mask picks
+    what was routed. With `axis_name` the tokens and the experts of all ranks are gathered first.
+    Differentiable by ordinary autodiff.
+    """
+    ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    tokens = x.shape[0]
+    local_experts = w_gate.shape[0]
+    num_experts = local_experts * ranks
+
+    def gather(a):
+        return a if axis_name is None else jax.lax.all_gather(a, axis_name, tiled=True)
+
+    gate, up, down = (gather(w).astype(jnp.float32) for w in (w_gate, w_up, w_down))
+    x32 = x.astype(jnp.float32)
+    y = jnp.zeros((tokens, down.shape[-1]), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for e in range(num_experts):
+            weight = jnp.where(expert_ids == e, expert_weights, 0.0)
+            routed = (expert_ids == e).any(axis=1, keepdims=True)
+            xe = jnp.where(routed, x32, 0.0)
+            g, u = xe @ gate[e], xe @ up[e]
+            if config.swiglu_limit is not None:
+                g = jnp.minimum(g, config.swiglu_limit)
+                u = jnp.clip(u, -config.swiglu_limit, config.swiglu_limit)
+            out = (jax.nn.silu(g) * u) @ down[e]
+            y = y + jnp.where(routed, weight.sum(axis=1, keepdims=True) * out, 0.0)
+    y = y.astype(x.dtype)
+    if not return_stats:
+        return y
+    ids = gather(expert_ids)
+    rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+    mine = rank * local_experts + jnp.arange(local_experts)
+    load = (ids[..., None] == mine).sum(axis=(0, 1), dtype=jnp.int32)
+    invalid = ((expert_ids < -1) | (expert_ids >= num_experts)).sum(dtype=jnp.int32)
+    return y, MoEStats(expert_load=load, invalid_ids=invalid, rounds=jnp.int32(1))
