@@ -1,0 +1,1 @@
+"""Parts of the training example: text, mesh, optimiser, step, checkpoints and report."""

@@ -1,0 +1,59 @@
+"""Checkpoints with orbax: the training state and the settings that fix the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class Checkpoints:
+    """Checkpoints of one run, each in a folder named by its number of finished steps.
+
+    Args:
+      folder: where they lie.
+      fixed: settings (JSON values) without which a resumed run would not be the same run, such as
+        the seed and the data. `restore` compares them.
+    """
+
+    def __init__(self, folder: Path, fixed: dict):
+        self._folder, self._fixed = folder, fixed
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def save(self, step: int, state) -> None:
+        """Writes in the background; the arrays of `state` may be donated after this returns."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), fixed=ocp.args.JsonSave(self._fixed)
+            ),
+        )
+
+    def restore(self, like):
+        """The newest state, with the structure, dtypes and shardings of `like`.
+
+        Raises:
+          ValueError: if there is no checkpoint, or it belongs to a run with other settings.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(f"--resume found no checkpoint in {self._folder}")
+        saved = self._manager.restore(
+            step, args=ocp.args.Composite(fixed=ocp.args.JsonRestore())
+        ).fixed
+        for name, value in self._fixed.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"--resume: the checkpoint in {self._folder} was made with {name} = "
+                    f"{saved.get(name)!r}, this run has {value!r}; they must be equal"
+                )
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args).state
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
