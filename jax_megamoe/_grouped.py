@@ -1,0 +1,151 @@
+"""Grouped matrix products over rows that are sorted by group, fp32 accumulation and result.
+
+`lax.ragged_dot` expands to a dense [groups, rows, ...] product on CPU, so a loop over row tiles
+stands in for it there. Rows beyond the last group may hold anything, NaN included: they reach no
+result, and their own results are zero. Groups without rows get exact zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_megamoe import _mesh
+
+_TILE_ROWS = 128
+
+# Contraction over the rows of a group: [M, K], [M, N] -> [G, K, N].
+_OUTER_DIMS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Multiplies the rows of each group by the matrix of the group.
+
+    Args:
+      lhs: [M, K], the rows of group g are contiguous and follow those of group g - 1.
+      rhs: [G, K, N], of the dtype of `lhs`.
+      group_sizes: int32 [G], with a sum of at most M.
+
+    Returns:
+      float32 [M, N].
+    """
+    return lax.platform_dependent(lhs, rhs, group_sizes, cpu=_matmul_loop, default=_matmul_ragged)
+
+
+def grouped_outer(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, init: jax.Array
+) -> jax.Array:
+    """Adds lhs^T rhs over the rows of each group to `init`.
+
+    Args:
+      lhs: [M, K] and rhs: [M, N], of one dtype, rows as in `grouped_matmul`.
+      group_sizes: int32 [G], with a sum of at most M.
+      init: float32 [G, K, N].
+
+    Returns:
+      float32 [G, K, N].
+    """
+    return lax.platform_dependent(
+        lhs, rhs, group_sizes, init, cpu=_outer_loop, default=_outer_ragged
+    )
+
+
+def _matmul_loop(lhs, rhs, group_sizes):
+    tile = min(_TILE_ROWS, lhs.shape[0])
+    tiles, locate = _row_tiles(group_sizes, lhs.shape[0], tile)
+
+    def body(t, out):
+        group, start, mine = locate(t)
+        rows = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, start, tile), 0)
+        product = jnp.dot(rows, rhs[group], preferred_element_type=jnp.float32)
+        product = jnp.where(mine, product, lax.dynamic_slice_in_dim(out, start, tile))
+        return lax.dynamic_update_slice_in_dim(out, product, start, 0)
+
+    out = _mesh.zeros((lhs.shape[0], rhs.shape[2]), jnp.float32, lhs)
+    return lax.fori_loop(0, tiles, body, out)
+
+
+def _outer_loop(lhs, rhs, group_sizes, init):
+    tile = min(_TILE_ROWS, lhs.shape[0])
+    tiles, locate = _row_tiles(group_sizes, lhs.shape[0], tile)
+
+    def body(t, out):
+        group, start, mine = locate(t)
+        a = jnp.where(mine, lax.dynamic_slice_in_dim(lhs, start, tile), 0)
+        b = jnp.where(mine, lax.dynamic_slice_in_dim(rhs, start, tile), 0)
+        product = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
+        return out.at[group].add(product)
+
+    return lax.fori_loop(0, tiles, body, init)
+
+
+def _row_tiles(group_sizes, rows, tile):
+    """Returns the number of row tiles of all groups, and where the t-th lies.
+
+    No tile crosses a group. A tile is read at `start`, moved back where it would pass the end of
+    the array; `mine` [tile, 1] marks the rows that belong to it.
+    """
+    ends = jnp.cumsum(group_sizes)
+    tiles = (group_sizes + tile - 1) // tile
+    tile_ends = jnp.cumsum(tiles)
+
+    def locate(t):
+        group = jnp.searchsorted(tile_ends, t, side="right", method="compare_all")
+        first = ends[group] - group_sizes[group] + (t - tile_ends[group] + tiles[group]) * tile
+        start = jnp.minimum(first, rows - tile)
+        row = start + jnp.arange(tile)
+        mine = (row >= first) & (row < jnp.minimum(first + tile, ends[group]))
+        return group, start, mine[:, None]
+
+    return tile_ends[-1], locate
+
+
+def _matmul_ragged(lhs, rhs, group_sizes):
+    mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
+    out = _ragged_dot()(
+        jnp.where(mine, lhs, 0), rhs, group_sizes, preferred_element_type=jnp.float32
+    )
+    return jnp.where(mine, out, 0)
+
+
+def _outer_ragged(lhs, rhs, group_sizes, init):
+    mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
+    out = _ragged_dot_general()(
+        jnp.where(mine, lhs, 0),
+        jnp.where(mine, rhs, 0),
+        group_sizes,
+        _OUTER_DIMS,
+        preferred_element_type=jnp.float32,
+    )
+    # Some kernels leave the result of an empty group unwritten.
+    return init + jnp.where((group_sizes > 0)[:, None, None], out, 0)
+
+
+def _ragged_dot():
+    return _tokamax().ragged_dot if _has_tokamax() else lax.ragged_dot
+
+
+def _ragged_dot_general():
+    return _tokamax().ragged_dot_general if _has_tokamax() else lax.ragged_dot_general
+
+
+@functools.cache
+def _has_tokamax() -> bool:
+    """Whether tokamax is installed and its Mosaic GPU kernels support the device (Hopper)."""
+    if jax.default_backend() != "gpu" or importlib.util.find_spec("tokamax") is None:
+        return False
+    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+
+
+def _tokamax():
+    import tokamax
+
+    return tokamax

@@ -1,0 +1,159 @@
+"""Mesh axes as the operation sees them: sizes, varying types, placement, resharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Returns the number of ranks on the expert axis; 1 without an axis.
+
+    Raises:
+      ValueError: if no enclosing `jax.shard_map` binds the axis.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name is {axis_name!r}, which no enclosing jax.shard_map binds; "
+            f"{_known_axes(manual_axes())} (None is for one device)"
+        ) from None
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Returns the mesh axes that the enclosing `jax.shard_map` made manual, in mesh order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name in mesh.manual_axes)
+
+
+def varying(a: jax.Array) -> frozenset[str]:
+    """Returns the manual axes over which `a` varies; empty under `check_vma=False`."""
+    return frozenset(jax.typeof(a).manual_axis_type.varying)
+
+
+def vary_alike(axis_name: str | None, *arrays: jax.Array) -> list[jax.Array]:
+    """Makes all arrays vary over the same axes: those of any of them, and the expert axis.
+
+    The cast is free, and its transpose is the sum over the added axes. So the backward rule returns
+    the rank's own gradients, and JAX sums those of replicated arguments: here under
+    `check_vma=True`, at the edge of the shard_map under `check_vma=False`, where the cast is void.
+    """
+    axes = frozenset().union(*map(varying, arrays))
+    if axis_name in manual_axes():
+        axes |= {axis_name}
+    return [_vary(a, axes) for a in arrays]
+
+
+def zeros(shape: Sequence[int], dtype, like: jax.Array) -> jax.Array:
+    """Returns zeros that vary over the axes of `like`, as a loop carry must."""
+    return _vary(jnp.zeros(shape, dtype), varying(like))
+
+
+def place(axis_name: str | None) -> jax.Array:
+    """Returns int32 [group, rank]: which expert group this device belongs to, and where in it.
+
+    An operand and not an attribute, because inside a shard_map the device order is not known.
+    """
+    group, rank = jnp.int32(0), jnp.int32(0)
+    if axis_name is not None:
+        rank = lax.axis_index(axis_name)
+        for name in manual_axes():
+            if name != axis_name:
+                group = group * lax.axis_size(name) + lax.axis_index(name)
+    group, rank = vary_alike(None, group, rank)
+    return jnp.stack([group, rank])
+
+
+def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | jax.sharding.AbstractMesh:
+    """Returns the mesh to use: the argument, or the one of `jax.set_mesh`.
+
+    Raises:
+      ValueError: if there is no mesh, it lacks the axis, or the call is already inside a shard_map.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if context.manual_axes:
+        raise ValueError(
+            "moe opens its own jax.shard_map and was called inside one over "
+            f"{', '.join(map(repr, manual_axes()))}; inside a shard_map use moe_mlp"
+        )
+    if mesh is None:
+        mesh = _context_mesh()
+        if mesh.empty:
+            raise ValueError("mesh is None and there is no jax.set_mesh; one of the two is needed")
+    if expert_axis not in mesh.axis_names:
+        raise ValueError(f"expert_axis is {expert_axis!r}; {_known_axes(mesh.axis_names)}")
+    return mesh
+
+
+def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:
+    """Checks that an argument names axes of the mesh, none twice."""
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(f"{argument} names {axis!r}; {_known_axes(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{argument} is {tuple(axes)}; an axis may be named only once")
+
+
+def token_spec(
+    mesh: Mesh, shape: tuple[int, ...], token_axes: tuple[str, ...]
+) -> PartitionSpec | None:
+    """Spreads `token_axes` over the leading dimensions of `shape`, from the left.
+
+    Each axis goes to the first dimension, not before the previous axis's, that it still divides.
+    Returns None if some axis finds no such dimension.
+    """
+    spec = [()] * len(shape)
+    dim = 0
+    for axis in token_axes:
+        while dim < len(shape) and shape[dim] % (shards(mesh, spec[dim]) * mesh.shape[axis]):
+            dim += 1
+        if dim == len(shape):
+            return None
+        spec[dim] += (axis,)
+    return PartitionSpec(*(axes or None for axes in spec))
+
+
+def shards(mesh: Mesh, axes: Sequence[str]) -> int:
+    """Returns the number of shards over the given axes."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def reshard(a: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Places `a` on the mesh as `spec` says, from wherever it is."""
+    if isinstance(mesh, Mesh):
+        return jax.device_put(a, NamedSharding(mesh, spec))
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(a, spec)
+    return a  # Auto axes under jit: the shard_map moves the array itself.
+
+
+def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    """Gives `y` the sharding of `x` over Explicit axes, so that `x + y` is well-typed."""
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return y
+    return jax.sharding.reshard(y, sharding)
+
+
+def _vary(a, axes):
+    missing = axes - varying(a)
+    return lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
+
+
+def _context_mesh():
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # Under jit only the abstract mesh can be seen.
+        return jax.sharding.get_abstract_mesh()
+
+
+def _known_axes(names):
+    return f"the axes are {', '.join(map(repr, names))}" if names else "there are no axes"
