@@ -1,0 +1,6 @@
+"""Qwen3-MoE in JAX, with the experts of `jax_megamoe`: from and to Hugging Face checkpoints."""
+
+from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
+from jax_megamoe.models.qwen3_moe.model import ExpertBias, Qwen3MoE, loss
+
+__all__ = ["ExpertBias", "Qwen3MoE", "Qwen3MoEConfig", "loss"]

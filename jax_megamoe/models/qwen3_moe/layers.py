@@ -1,0 +1,293 @@
+"""The decoder layers as functions of one device's shard, for use inside `jax.shard_map`.
+
+Parameters come in as their FSDP shards and are gathered layer by layer where they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jax_megamoe.config import MoEConfig
+from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
+from jax_megamoe.models.qwen3_moe.parameters import fsdp, layer_groups, parameters
+from jax_megamoe.op import moe_mlp
+from jax_megamoe.routing import route
+
+Remat = Literal["full", "none"] | Callable[..., bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Everything that a compiled model depends on but the arrays; hashable.
+
+    Attributes:
+      mesh: the batch is split over all of its axes.
+      expert_axis: the axis that the experts are split over.
+      dtype: format of activations and matrix operands.
+      moe: options of the expert path.
+      remat: "full" keeps only the input of each layer for the backward pass, "none" keeps
+        everything, and a `jax.checkpoint` policy keeps what it says.
+    """
+
+    config: Qwen3MoEConfig
+    mesh: Mesh
+    expert_axis: str
+    dtype: Any
+    moe: MoEConfig
+    remat: Remat
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.mesh.axis_names
+
+    def fetch(self, params: dict[str, Any], name: str, group: int | None = None, dtype=None):
+        """The whole of a parameter from its shards (of one layer, if it belongs to a group)."""
+        table = parameters(self.config)
+        info = table[name] if group is None else table["layers"][group][name]
+        where = fsdp(info, self.mesh, self.expert_axis)
+        value = params[name]
+        if where is None:
+            return value if dtype is None else value.astype(dtype)
+        dim, axes = where
+        return _gather(value, axes, dim - (group is not None), jnp.dtype(dtype or value.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(shard, axes, dim, dtype):
+    return lax.all_gather(shard.astype(dtype), axes, axis=dim, tiled=True)
+
+
+def _gather_fwd(shard, axes, dim, dtype):
+    return _gather(shard, axes, dim, dtype), jnp.zeros((0,), shard.dtype)
+
+
+def _gather_bwd(axes, dim, dtype, like, cotangent):
+    # The sum over devices is taken in the parameter's own format, however it was gathered.
+    cotangent = cotangent.astype(like.dtype)
+    return (lax.psum_scatter(cotangent, axes, scatter_dimension=dim, tiled=True),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+class RouterRecord(NamedTuple):
+    """What one layer's router did, on this device.
+
+    load: int32 [E], slots given to each expert; mass: f32 [E], sum of the softmax probabilities;
+    logits f32 [B, S, E], expert_ids int32 [B, S, K], expert_weights f32 [B, S, K].
+    """
+
+    load: jax.Array
+    mass: jax.Array
+    logits: jax.Array
+    expert_ids: jax.Array
+    expert_weights: jax.Array
+
+
+# Computes attention from q [B, S, N, D], k and v [B, S, N_kv, D]; returns it, and what the caller
+# wants to keep of this layer.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def layer(
+    rt: Runtime,
+    group: int,
+    p: dict[str, jax.Array],
+    h: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    token_mask: jax.Array | None,
+    attend: Attend,
+) -> tuple[jax.Array, Any, RouterRecord | None]:
+    """One decoder layer: h [B, S, H] -> (h, what `attend` keeps, the router's record)."""
+    cfg = rt.config
+
+    def weight(name):
+        return rt.fetch(p, name, group, rt.dtype)
+
+    def project(x, name):
+        y = x @ weight(f"{name}_proj")
+        return y + weight(f"{name}_bias") if cfg.attention_bias else y
+
+    x = rms_norm(h, p["input_layernorm"], cfg.rms_norm_eps)
+    q, k, v = (_heads(project(x, name), cfg.head_dim) for name in "qkv")
+    q = rotate(rms_norm(q, p["q_norm"], cfg.rms_norm_eps), rope)
+    k = rotate(rms_norm(k, p["k_norm"], cfg.rms_norm_eps), rope)
+    attention, kept = attend(q, k, v)
+    h = h + project(attention.reshape(*h.shape[:2], -1), "o")
+
+    x = rms_norm(h, p["post_attention_layernorm"], cfg.rms_norm_eps)
+    if not layer_groups(cfg)[group].has_experts:
+        y = jax.nn.silu(x @ weight("gate_proj")) * (x @ weight("up_proj"))
+        return h + y @ weight("down_proj"), kept, None
+    y, record = _experts(rt, group, p, x, token_mask)
+    return h + y, kept, record
+
+
+def _experts(rt, group, p, x, token_mask):
+    cfg = rt.config
+    # Logits that differ by less than a bf16 step decide between experts, so the router is fp32.
+    logits = jnp.matmul(
+        x.astype(jnp.float32),
+        rt.fetch(p, "router", group, jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    routing = route(
+        logits,
+        cfg.num_experts_per_tok,
+        norm_topk_prob=cfg.norm_topk_prob,
+        expert_bias=p.get("expert_bias"),
+        token_mask=token_mask,
+    )
+    y = moe_mlp(
+        x.reshape(-1, x.shape[-1]),
+        routing.expert_ids.reshape(-1, cfg.num_experts_per_tok),
+        routing.expert_weights.reshape(-1, cfg.num_experts_per_tok),
+        *_expert_weights(rt, group, p),
+        axis_name=rt.expert_axis,
+        config=rt.moe,
+    )
+    experts = jnp.arange(cfg.num_experts)
+    load = (routing.expert_ids[..., None] == experts).sum((0, 1, 2), dtype=jnp.int32)
+    record = RouterRecord(
+        load, routing.probs.sum((0, 1)), logits, routing.expert_ids, routing.expert_weights
+    )
+    return y.reshape(x.shape), record
+
+
+def _expert_weights(rt, group, p):
+    # Weights that no gather touches go in as they are stored: the operation casts them itself and
+    # returns gradients that were never rounded.
+    info = parameters(rt.config)["layers"][group]["w_gate"]
+    gathered = fsdp(info, rt.mesh, rt.expert_axis) is not None
+    dtype = rt.dtype if gathered else None
+    return [rt.fetch(p, name, group, dtype) for name in ("w_gate", "w_up", "w_down")]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, computed in fp32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_table(config: Qwen3MoEConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, f32 [S, 1, head_dim / 2], of the angles at `positions` [S]."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[:, None, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turns the pairs made of the two halves of each head of x [B, S, N, D]."""
+    cos, sin = rope
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def causal_attention(rt: Runtime, q, k, v, key_mask: jax.Array | None) -> jax.Array:
+    """Causal attention of whole sequences; `key_mask` bool [B, S] leaves keys out."""
+    mask = None if key_mask is None else key_mask[:, None, None, :]
+    cudnn = rt.mesh.devices.flat[0].platform == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    cudnn = cudnn and rt.config.head_dim % 8 == 0 and (mask is None or q.shape[1] % 2 == 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, implementation="cudnn" if cudnn else "xla"
+    )
+
+
+def _heads(x, head_dim):
+    return x.reshape(*x.shape[:-1], -1, head_dim)
+
+
+class Decoded(NamedTuple):
+    """The decoder's result on this device.
+
+    hidden: [B, S, H], after the final norm. kept: what `attend` kept, per layer group with the
+    layers in front. records: `RouterRecord` with all layers that have experts in front, or None.
+    residuals: [layers, B, S, H], the stream after each layer, or None if not asked for.
+    """
+
+    hidden: jax.Array
+    kept: list[Any]
+    records: RouterRecord | None
+    residuals: jax.Array | None
+
+
+def embed(rt: Runtime, params: dict[str, Any], input_ids: jax.Array) -> jax.Array:
+    # Gathered as stored: the gradient adds up the rows of every occurrence of a token.
+    table = rt.fetch(params, "embed_tokens")
+    return jnp.take(table, input_ids, axis=0, mode="clip").astype(rt.dtype)
+
+
+def decode(
+    rt: Runtime,
+    params: dict[str, Any],
+    input_ids: jax.Array,
+    attention_mask: jax.Array | None,
+    token_mask: jax.Array | None,
+    *,
+    keep_kv: bool = False,
+    keep_all: bool = False,
+) -> Decoded:
+    """Runs all layers on whole sequences: input_ids [B, S] -> hidden [B, S, H].
+
+    Args:
+      attention_mask: bool [B, S], False for keys that nothing attends to.
+      token_mask: bool [B, S], False for tokens that are not routed.
+      keep_kv: keep each layer's keys and values.
+      keep_all: keep the residual stream and, in the records, everything of each token.
+    """
+    cfg = rt.config
+    h = embed(rt, params, input_ids)
+    rope = rope_table(cfg, jnp.arange(input_ids.shape[1]))
+
+    def attend(q, k, v):
+        out = causal_attention(rt, q, k, v, attention_mask)
+        return out, (k, v) if keep_kv else None
+
+    kept, records, residuals = [], [], []
+    for i in range(len(layer_groups(cfg))):
+
+        def body(h, p, i=i):
+            h, kept, record = layer(rt, i, p, h, rope, token_mask, attend)
+            if record is not None and not keep_all:
+                record = record._replace(logits=None, expert_ids=None, expert_weights=None)
+            return h, (kept, record, h if keep_all else None)
+
+        if rt.remat != "none":
+            policy = None if rt.remat == "full" else rt.remat
+            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        h, (kv, record, residual) = lax.scan(body, h, params["layers"][i])
+        kept.append(kv)
+        residuals.append(residual)
+        if record is not None:
+            records.append(record)
+
+    def join(parts):
+        return jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
+
+    return Decoded(
+        hidden=rms_norm(h, params["norm"], cfg.rms_norm_eps),
+        kept=kept,
+        records=join(records) if records else None,
+        residuals=join(residuals) if keep_all else None,
+    )
+
+
+def head(rt: Runtime, params: dict[str, Any], dtype=None) -> jax.Array:
+    """The output matrix [V, H]; with tied embeddings the embedding."""
+    name = "embed_tokens" if rt.config.tie_word_embeddings else "lm_head"
+    return rt.fetch(params, name, dtype=dtype)
+
+
+def to_logits(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
+    """hidden [..., H], matrix [V, H] -> f32 [..., V]."""
+    return jnp.einsum("...h,vh->...v", hidden, matrix, preferred_element_type=jnp.float32)
