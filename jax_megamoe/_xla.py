@@ -42,10 +42,6 @@ class Call(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def moe_mlp(call: Call, x, expert_ids, expert_weights, w_gate, w_up, w_down):
     """Returns y [T, H] and the stats (expert_load [E_l], invalid_ids [], rounds [])."""
-    tokens, slots = expert_ids.shape
-    if tokens == 0:
-        load = _mesh.zeros((w_gate.shape[0],), jnp.int32, x)
-        return x, (load, load.sum(), load.sum())
     plan = _make_plan(call, expert_ids, w_gate.shape[0])
     x_all = _gather(call, x)
     row_weights = _gather(call, expert_weights).reshape(-1)
@@ -74,8 +70,6 @@ def _forward(call, *args):
 def _backward(call, residuals, cotangents):
     x, expert_ids, expert_weights, w_gate, w_up, w_down = residuals
     dy, _ = cotangents
-    if expert_ids.shape[0] == 0:
-        return tuple(None if a is expert_ids else jnp.zeros_like(a) for a in residuals)
     plan = _make_plan(call, expert_ids, w_gate.shape[0])
     x_all, dy_all = _gather(call, x), _gather(call, dy)
     row_weights = _gather(call, expert_weights).reshape(-1)

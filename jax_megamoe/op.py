@@ -56,8 +56,8 @@ def moe_mlp(
 
     Args:
       x: [T, H] bfloat16 or float32, the T tokens of this shard; T is equal on all ranks.
-      expert_ids: [T, K] int32, numbers of the experts among all E, -1 for a slot that is not routed.
-        Other ids outside [0, E) contribute nothing and are counted.
+      expert_ids: [T, K] int32, numbers of the experts among all E; -1 for a slot that is not
+        routed. Other ids outside [0, E) contribute nothing and are counted.
       expert_weights: [T, K] float32, the routing weights.
       w_gate: [E_l, H, I] bfloat16 or float32, the gate projections of this shard's E_l = E / R
         experts, R being the size of the axis; rank r holds experts r * E_l to (r + 1) * E_l - 1.
@@ -98,6 +98,9 @@ def moe_mlp(
         ranks=ranks,
     )
     args = _mesh.vary_alike(axis_name, x, expert_ids, expert_weights, w_gate, w_up, w_down)
+    if x.shape[0] == 0:
+        load = _mesh.zeros((w_gate.shape[0],), jnp.int32, args[0])
+        return (args[0], MoEStats(load, load.sum(), load.sum())) if return_stats else args[0]
     _require_bf16(config)
     call = _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit)
     y, stats = _xla.moe_mlp(call, *args)
@@ -185,7 +188,7 @@ def moe(
 
 
 def _flatten_and_pad(tokens, mesh, token_axes):
-    """Makes [tokens, ...] of each array, the token count a multiple of the shards; ids padded -1."""
+    """Makes [tokens, ...] of each array; tokens without an expert fill up the last shards."""
     tokens = [_mesh.reshard(a, mesh, PartitionSpec()).reshape(-1, a.shape[-1]) for a in tokens]
     rows = ((0, -tokens[0].shape[0] % _mesh.shards(mesh, token_axes)), (0, 0))
     return [jnp.pad(a, rows, constant_values=v) for a, v in zip(tokens, (0, -1, 0), strict=True)]

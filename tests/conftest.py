@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test; GPU tests skip, with the reason, where there is none."""
+"""Eight virtual CPU devices for every test; GPU tests skip, with the reason, without a GPU."""
 
 import os
 
@@ -9,6 +9,15 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from cases import require_ffi  # noqa: E402
+
+
+@pytest.fixture(params=["xla", "ffi"])
+def implementation(request):
+    """Each implementation that runs on this machine."""
+    if request.param == "ffi":
+        require_ffi()
+    return request.param
 
 
 def pytest_collection_modifyitems(items):

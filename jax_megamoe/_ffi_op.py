@@ -1,0 +1,106 @@
+"""The "ffi" implementation: one custom call forward, one backward.
+
+The same calls serve the GPU and the host. They are pure: nothing is handed out between the forward
+and the backward but the layer's inputs, so rematerialisation, which needs only those, re-runs no
+forward call whose output nobody wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_megamoe import _mesh
+
+
+class Call(NamedTuple):
+    """The static part of a call.
+
+    Attributes:
+      axis_name: the expert axis, None for one device.
+      attributes: name and value of each attribute of the custom calls.
+    """
+
+    axis_name: str | None
+    attributes: tuple[tuple[str, int | float | str], ...]
+
+
+def make_call(config, *, axis_name, ranks, workspace, capacity_rows) -> Call:
+    """Returns the static part of a call from the configuration and the workspace's key and size."""
+    limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
+    return Call(
+        axis_name,
+        (
+            ("workspace", workspace),
+            ("ranks", ranks),
+            ("capacity_rows", capacity_rows),
+            ("precision", config.precision),
+            ("wgrad_precision", config.wgrad_precision),
+            ("swiglu_limit", float(limit)),
+            ("timeout_s", float(config.timeout_s)),
+            ("reserved_sms", config.reserved_sms),
+        ),
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def moe_mlp(call: Call, x, expert_ids, expert_weights, w_gate, w_up, w_down):
+    """Returns y [T, H] and the stats (expert_load [E_l], invalid_ids [], rounds [])."""
+    operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down, _mesh.place(call.axis_name))
+    load, counters = _like(x, (w_gate.shape[0],), jnp.int32), _like(x, (2,), jnp.int32)
+    results = (_like(x), load, counters)
+    y, load, counters = _custom_call("jax_megamoe_forward", call, results, operands)
+    return y, (load, counters[0], counters[1])
+
+
+def _forward(call, *args):
+    return moe_mlp(call, *args), args
+
+
+def _backward(call, residuals, cotangents):
+    x, expert_ids, expert_weights, *weights = residuals
+    operands = (*residuals, cotangents[0], _mesh.place(call.axis_name))
+    results = tuple(_like(a) for a in (x, expert_weights, *weights))
+    dx, d_expert_weights, *dws = _custom_call("jax_megamoe_backward", call, results, operands)
+    return dx, None, d_expert_weights, *dws
+
+
+moe_mlp.defvjp(_forward, _backward)
+
+
+def _custom_call(target, call, results, operands):
+    attributes = {name: _typed(value) for name, value in call.attributes}
+
+    @jax.custom_batching.custom_vmap
+    def run(*operands):
+        return tuple(jax.ffi.ffi_call(target, results)(*operands, **attributes))
+
+    # One call after the other: each meets those of the other ranks.
+    @run.def_vmap
+    def run_batch(axis_size, in_batched, *operands):
+        def run_one(batched):
+            batched = iter(batched)
+            return run(*(next(batched) if b else a for a, b in zip(operands, in_batched)))
+
+        out = lax.map(run_one, [a for a, b in zip(operands, in_batched) if b])
+        return out, (True,) * len(results)
+
+    return run(*operands)
+
+
+def _like(a, shape=None, dtype=None):
+    """The type of `a` with another shape and dtype: it keeps the axes over which `a` varies."""
+    kind = jax.typeof(a)
+    return kind.update(shape=shape or kind.shape, dtype=dtype or kind.dtype)
+
+
+def _typed(value):
+    if isinstance(value, int):
+        return np.int64(value)
+    return np.float32(value) if isinstance(value, float) else value
