@@ -1,0 +1,146 @@
+#include "ffi/handlers/host_gemm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "ffi/workspace/threads.h"
+
+namespace megamoe {
+namespace {
+
+// One task makes a kTaskRows x kPanel piece of the result, kBlock rows at a time in registers.
+constexpr int64_t kTaskRows = 256;
+constexpr int64_t kPanel = 16;
+constexpr int64_t kBlock = 4;
+
+// The same code for the processor at hand: AVX2 with fused multiply-add where it has them.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define MEGAMOE_CLONES __attribute__((target_clones("arch=haswell", "default")))
+#else
+#define MEGAMOE_CLONES
+#endif
+
+float Bf16ToF32(uint16_t bits) {
+  const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+uint16_t F32ToBf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);  // NaN
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+template <int64_t kRows>
+__attribute__((always_inline)) inline void Multiply(int64_t k, const float* left, int64_t stride_m,
+                                                    int64_t stride_k, const float* panel,
+                                                    float* sums) {
+  float acc[kRows][kPanel];
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t j = 0; j < kPanel; ++j) acc[i][j] = sums[i * kPanel + j];
+  }
+  for (int64_t s = 0; s < k; ++s) {
+    for (int64_t i = 0; i < kRows; ++i) {
+      const float a = left[i * stride_m + s * stride_k];
+      for (int64_t j = 0; j < kPanel; ++j) acc[i][j] += a * panel[s * kPanel + j];
+    }
+  }
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t j = 0; j < kPanel; ++j) sums[i * kPanel + j] = acc[i][j];
+  }
+}
+
+MEGAMOE_CLONES void MultiplyBlock(int64_t k, const float* left, int64_t stride_m, int64_t stride_k,
+                                  const float* panel, float* sums) {
+  Multiply<kBlock>(k, left, stride_m, stride_k, panel, sums);
+}
+
+MEGAMOE_CLONES void MultiplyRow(int64_t k, const float* left, int64_t stride_k, const float* panel,
+                                float* sums) {
+  Multiply<1>(k, left, 0, stride_k, panel, sums);
+}
+
+template <class T, class Convert>
+void Pack(const T* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t width,
+          float* panel, Convert convert) {
+  for (int64_t s = 0; s < k; ++s) {
+    for (int64_t j = 0; j < width; ++j) {
+      panel[s * kPanel + j] = convert(source[s * stride_k + j * stride_n]);
+    }
+    for (int64_t j = width; j < kPanel; ++j) panel[s * kPanel + j] = 0;
+  }
+}
+
+void PackPanel(const RightMatrix& right, int64_t column, int64_t k, int64_t width, float* panel) {
+  const char* source = Offset(right.data, right.type, column * right.stride_n);
+  if (right.type == DType::kF32) {
+    Pack(reinterpret_cast<const float*>(source), right.stride_k, right.stride_n, k, width, panel,
+         [](float value) { return value; });
+  } else {
+    Pack(reinterpret_cast<const uint16_t*>(source), right.stride_k, right.stride_n, k, width, panel,
+         Bf16ToF32);
+  }
+}
+
+void LoadRow(const float* row, int64_t width, bool accumulate, float* sums) {
+  std::fill_n(sums, kPanel, 0.0f);
+  if (accumulate) std::copy_n(row, width, sums);
+}
+
+}  // namespace
+
+void ToF32(const void* source, DType type, int64_t n, float* target) {
+  if (type == DType::kF32) {
+    std::memcpy(target, source, n * sizeof(float));
+    return;
+  }
+  const auto* bits = static_cast<const uint16_t*>(source);
+  for (int64_t i = 0; i < n; ++i) target[i] = Bf16ToF32(bits[i]);
+}
+
+void FromF32(const float* source, DType type, int64_t n, void* target) {
+  if (type == DType::kF32) {
+    std::memcpy(target, source, n * sizeof(float));
+    return;
+  }
+  auto* bits = static_cast<uint16_t*>(target);
+  for (int64_t i = 0; i < n; ++i) bits[i] = F32ToBf16(source[i]);
+}
+
+void Gemm(int64_t m, int64_t n, int64_t k, const LeftMatrix& left, const RightMatrix& right,
+          float* const* rows, bool accumulate) {
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  const int64_t row_tasks = (m + kTaskRows - 1) / kTaskRows;
+  const int64_t cost = std::min(m, kTaskRows) * std::min(n, kPanel) * k;
+  ParallelFor(panels * row_tasks, cost, [&](int64_t task) {
+    const int64_t column = task / row_tasks * kPanel;
+    const int64_t begin = task % row_tasks * kTaskRows;
+    const int64_t end = std::min(m, begin + kTaskRows);
+    const int64_t width = std::min(kPanel, n - column);
+    std::vector<float> panel(k * kPanel);
+    PackPanel(right, column, k, width, panel.data());
+    float sums[kBlock * kPanel];
+    for (int64_t row = begin; row < end;) {
+      const int64_t block = end - row >= kBlock ? kBlock : 1;
+      for (int64_t i = 0; i < block; ++i) {
+        LoadRow(rows[row + i] + column, width, accumulate, sums + i * kPanel);
+      }
+      const float* first = left.data + row * left.stride_m;
+      if (block == kBlock) {
+        MultiplyBlock(k, first, left.stride_m, left.stride_k, panel.data(), sums);
+      } else {
+        MultiplyRow(k, first, left.stride_k, panel.data(), sums);
+      }
+      for (int64_t i = 0; i < block; ++i) {
+        std::copy_n(sums + i * kPanel, width, rows[row + i] + column);
+      }
+      row += block;
+    }
+  });
+}
+
+}  // namespace megamoe

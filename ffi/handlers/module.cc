@@ -1,0 +1,189 @@
+// The Python module _ffi: registrations, workspaces, and the plan for its tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "ffi/handlers/host_handlers.h"
+#include "ffi/plan/host_plan.h"
+#include "ffi/workspace/host_workspace.h"
+#include "ffi/workspace/layout.h"
+#include "xla/ffi/api/c_api.h"
+
+#ifdef MEGAMOE_WITH_CUDA
+#include "ffi/handlers/cuda_handlers.h"
+#endif
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace megamoe {
+namespace {
+
+template <class T>
+nb::capsule Handler(T* handler) {
+  static_assert(std::is_invocable_r_v<XLA_FFI_Error*, T, XLA_FFI_CallFrame*>);
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict HostTarget(nb::capsule execute) {
+  nb::dict stages;
+  stages["instantiate"] = Handler(MegamoeHostInstantiate);
+  stages["execute"] = execute;
+  return stages;
+}
+
+nb::dict HostTargets() {
+  nb::dict targets;
+  targets["jax_megamoe_forward"] = HostTarget(Handler(MegamoeHostForward));
+  targets["jax_megamoe_backward"] = HostTarget(Handler(MegamoeHostBackward));
+  return targets;
+}
+
+nb::dict HostTypes() {
+  nb::dict state;
+  state["type_id"] = nb::capsule(static_cast<void*>(HostStateTypeId()));
+  state["type_info"] = nb::capsule(static_cast<const void*>(HostStateTypeInfo()));
+  nb::dict types;
+  types["jax_megamoe_host_call_site"] = state;
+  return types;
+}
+
+nb::dict CudaTargets() {
+  nb::dict targets;
+#ifdef MEGAMOE_WITH_CUDA
+  AddCudaTargets(targets);
+#endif
+  return targets;
+}
+
+nb::dict CudaTypes() {
+  nb::dict types;
+#ifdef MEGAMOE_WITH_CUDA
+  AddCudaTypes(types);
+#endif
+  return types;
+}
+
+WorkspaceShape MakeShape(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
+                         int32_t hidden, int32_t intermediate, int32_t capacity_rows,
+                         int32_t staged_bytes) {
+  WorkspaceShape shape;
+  shape.plan.ranks = ranks;
+  shape.plan.tokens = tokens;
+  shape.plan.top_k = top_k;
+  shape.plan.local_experts = local_experts;
+  shape.plan.capacity_rows = capacity_rows;
+  shape.hidden = hidden;
+  shape.intermediate = intermediate;
+  shape.staged_bytes = staged_bytes;
+  return shape;
+}
+
+void CheckShape(const PlanShape& plan) {
+  if (plan.ranks < 1 || plan.tokens < 0 || plan.top_k < 1 || plan.local_experts < 1) {
+    throw nb::value_error(
+        "ranks, top_k and local_experts must be at least 1 and tokens at least 0");
+  }
+  if (plan.capacity_rows < kTileM || plan.capacity_rows % kTileM != 0) {
+    const std::string message = "capacity_rows is " + std::to_string(plan.capacity_rows) +
+                                "; it must be a positive multiple of " + std::to_string(kTileM);
+    throw nb::value_error(message.c_str());
+  }
+}
+
+void RegisterWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
+                       int32_t local_experts, int32_t hidden, int32_t intermediate,
+                       int32_t capacity_rows, int32_t staged_bytes) {
+  const WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
+                                         capacity_rows, staged_bytes);
+  CheckShape(shape.plan);
+  const std::string refusal = RegisterHostWorkspace(key, shape);
+  if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+}
+
+int64_t WorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
+                       int32_t hidden, int32_t intermediate, int32_t capacity_rows,
+                       int32_t staged_bytes, int32_t pool_bytes, int32_t return_bytes) {
+  WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
+                                   capacity_rows, staged_bytes);
+  CheckShape(shape.plan);
+  shape.pool_bytes = pool_bytes;
+  shape.return_bytes = return_bytes;
+  return WorkspaceLayout::For(shape).bytes;
+}
+
+using IdArray = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+nb::list List(const int32_t* values, int64_t n) {
+  nb::list list;
+  for (int64_t i = 0; i < n; ++i) list.append(values[i]);
+  return list;
+}
+
+// The whole plan of `rank` for ids [R, T, K], with the pull list of every round, as lists.
+nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows) {
+  PlanShape shape;
+  shape.ranks = static_cast<int32_t>(ids.shape(0));
+  shape.tokens = static_cast<int32_t>(ids.shape(1));
+  shape.top_k = static_cast<int32_t>(ids.shape(2));
+  shape.local_experts = local_experts;
+  shape.capacity_rows = capacity_rows;
+  CheckShape(shape);
+  const PlanLayout layout = PlanLayout::For(shape);
+  // Poisoned, so that a plan that reads what it has not written shows.
+  std::vector<char> block(layout.bytes, static_cast<char>(0xa5));
+  const PlanBuffers plan = layout.At(block.data());
+  std::copy_n(ids.data(), shape.slots(), plan.ids);
+  BuildPlan(shape, rank, plan);
+  const int64_t pool_rows = plan.expert_start[local_experts];
+  nb::dict result;
+  result["expert_rows"] = List(plan.expert_rows, local_experts);
+  result["invalid_ids"] = plan.expert_rows[local_experts];
+  result["expert_start"] = List(plan.expert_start, local_experts + 1);
+  result["tile_expert"] = List(plan.tile_expert, pool_rows / kTileM);
+  result["row_of"] = List(plan.row_of, shape.slots());
+  nb::list rows;
+  for (int64_t r = 0; r < pool_rows; ++r) {
+    rows.append(nb::make_tuple(plan.rows[r].token, plan.rows[r].slot));
+  }
+  result["rows"] = rows;
+  nb::list pulls;
+  for (int32_t round = 0; round < NumRounds(shape, plan); ++round) {
+    BuildPullList(shape, plan, round);
+    pulls.append(List(plan.pull, plan.pull_start[local_experts]));
+  }
+  result["pulls"] = pulls;
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_ffi, m) {
+#ifdef MEGAMOE_WITH_CUDA
+  m.attr("with_cuda") = true;
+#else
+  m.attr("with_cuda") = false;
+#endif
+  // XLA FFI version of the headers that this module was compiled with.
+  m.attr("ffi_api_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.attr("tile_rows") = kTileM;
+  m.def("host_targets", HostTargets);
+  m.def("host_types", HostTypes);
+  m.def("cuda_targets", CudaTargets);
+  m.def("cuda_types", CudaTypes);
+  m.def("register_workspace", RegisterWorkspace, "key"_a, nb::kw_only(), "ranks"_a, "tokens"_a,
+        "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
+        "staged_bytes"_a);
+  m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
+        "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,
+        "pool_bytes"_a, "return_bytes"_a);
+  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
+}
+
+}  // namespace megamoe

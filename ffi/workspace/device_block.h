@@ -1,0 +1,87 @@
+// The symmetric workspace on GPUs: one block per device, all of the same layout, readable and
+// writable by the devices of the same host.
+#pragma once
+
+#include <cstdint>
+
+#include "ffi/workspace/layout.h"
+
+namespace megamoe {
+
+constexpr int kMaxDevices = 16;
+constexpr int kMaxLocalExperts = 256;
+constexpr int kMaxTopK = 32;  // a warp handles a token's slots in one step
+
+// What a waiting kernel writes before it stops, in memory that the host can read at any time.
+struct Failure {
+  int32_t happened;
+  int32_t rank;
+  int32_t phase;       // Phase
+  int32_t waited_for;  // rank, or tile
+  int64_t seen, wanted;
+};
+
+enum class Phase : int32_t { kDispatch = 1, kGateUp = 2, kDown = 3, kCombine = 4 };
+
+// A rank's operands for the call with number `epoch`, as it tells them to a peer.
+struct Mail {
+  uint64_t epoch;
+  int32_t group, rank;
+  const void* x;
+  const int32_t* ids;
+  const float* weights;
+};
+
+// Flags and small tables of a block, at WorkspaceLayout::flags.
+struct Board {
+  uint64_t epoch;              // calls that this device has begun
+  Mail mail[kMaxDevices];      // written by device i of the directory
+  uint64_t done[kMaxDevices];  // last epoch whose rows rank r has pushed here
+  int32_t group, rank;         // of the call in progress
+  char* block[kMaxDevices];    // by rank, in the call in progress
+  const void* x[kMaxDevices];
+  const int32_t* ids[kMaxDevices];
+  const float* weights[kMaxDevices];
+  int32_t tile_claim, pull_claim;  // next work of the round
+};
+static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
+
+// Offsets of what only the GPU kernels keep, behind the common layout.
+struct DeviceLayout {
+  WorkspaceLayout common;
+  int64_t row_weight;  // [max_pool_rows] f32, routing weight of each pool row
+  int64_t row_target;  // [max_pool_rows] address of the row's place in its home's return buffer
+  int64_t arrived;     // [capacity tiles] pieces of x rows that have arrived in this round
+  int64_t activated;   // [capacity tiles] finished parts of the activation tiles in this round
+  int64_t bytes;
+
+  static DeviceLayout For(const WorkspaceShape& shape) {
+    DeviceLayout at{};
+    at.common = WorkspaceLayout::For(shape);
+    const int64_t rows = shape.plan.max_pool_rows();
+    const int64_t tiles = shape.plan.capacity_rows / kTileM;
+    int64_t end = AlignUp(at.common.bytes, 256);
+    const auto take = [&end](int64_t size) {
+      const int64_t offset = end;
+      end = AlignUp(end + size, 256);
+      return offset;
+    };
+    at.row_weight = take(rows * 4);
+    at.row_target = take(rows * 8);
+    at.arrived = take(tiles * 4);
+    at.activated = take(tiles * 4);
+    at.bytes = end;
+    return at;
+  }
+};
+
+// One device's view of the blocks of all devices that may be its peers.
+struct Directory {
+  int32_t devices;
+  int32_t self;
+  char* block[kMaxDevices];
+  Failure* failure;
+  int64_t timeout_ns;
+};
+
+}  // namespace megamoe

@@ -1,0 +1,201 @@
+// Where the ranks of one process meet on the host.
+//
+// No thread waits. A rank that arrives leaves its operands and a promise; the last one takes the
+// operands of all ranks and does the work for the whole group, then keeps the promises of the
+// others. Threads that waited could starve XLA:CPU: its executor may start independent calls in
+// another order on each device, and with fewer threads than (device, call) pairs all of them could
+// hold ranks of calls whose remaining ranks never get a thread.
+#ifndef JAX_MEGAMOE_FFI_WORKSPACE_RENDEZVOUS_H_
+#define JAX_MEGAMOE_FFI_WORKSPACE_RENDEZVOUS_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ffi/workspace/threads.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace megamoe {
+
+// One call site of one executable. A call is named by its execution (run) and expert group; the
+// n-th arrival of a rank under one name belongs to the n-th call, as in a loop.
+template <class Operands>
+class Rendezvous {
+ public:
+  using Error = xla::ffi::Error;
+  using Future = xla::ffi::Future;
+  using Promise = xla::ffi::Promise;
+  // Does the work of all ranks; operands[r] came from rank r.
+  using Work = std::function<Error(const std::vector<Operands>& operands)>;
+
+  // `phase` names what the ranks wait for in messages.
+  Rendezvous(int32_t ranks, double timeout_s, std::string phase)
+      : ranks_(ranks), timeout_s_(timeout_s), phase_(std::move(phase)) {}
+
+  // The future is ready when the group's work is done, or failed for every rank of the group.
+  Future Arrive(int64_t run, int64_t group, int32_t rank, const Operands& operands,
+                const Work& work) {
+    std::shared_ptr<Meeting> meeting;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      meeting = Find(run, group, rank);
+      std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
+      meeting->arrived[rank] = true;
+      ++meeting->num_arrived;
+      const bool last = meeting->num_arrived == ranks_;
+      if (last) Forget(run, group, meeting);
+      if (meeting->failure.has_value()) {
+        return Ready(Error(*meeting->failure->errc(),
+                           Rank(rank) + " came to phase '" + phase_ +
+                               "' after the call had failed: " + meeting->failure->message()));
+      }
+      meeting->operands[rank] = operands;
+      if (!last) {
+        if (meeting->num_arrived == 1) {
+          meeting->alarm =
+              SetAlarm(timeout_s_, [this_call = Names(), weak = std::weak_ptr(meeting)] {
+                if (auto meeting = weak.lock()) this_call.TimeOut(*meeting);
+              });
+        }
+        meeting->promises[rank].emplace();
+        return Future(*meeting->promises[rank]);
+      }
+      meeting->closed = true;
+    }
+    if (ranks_ > 1) CancelAlarm(meeting->alarm);
+    const Error result = work(meeting->operands);
+    KeepPromises(meeting->promises, [&](int32_t) { return result; });
+    return Ready(result);
+  }
+
+  // Ends the call for the ranks that wait and for those that will still come.
+  void Fail(int64_t run, int64_t group, int32_t rank, const Error& error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::shared_ptr<Meeting> meeting = Find(run, group, rank);
+    std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
+    meeting->arrived[rank] = true;
+    if (++meeting->num_arrived == ranks_) Forget(run, group, meeting);
+    if (meeting->failure.has_value()) return;
+    const Error told(*error.errc(), Rank(rank) + " failed: " + error.message());
+    meeting->failure = told;
+    KeepPromises(meeting->promises, [&](int32_t) { return told; });
+  }
+
+ private:
+  struct Meeting {
+    explicit Meeting(int32_t ranks) : arrived(ranks), promises(ranks), operands(ranks) {}
+
+    std::mutex mutex;
+    std::vector<bool> arrived;
+    std::vector<std::optional<Promise>> promises;
+    std::vector<Operands> operands;
+    std::optional<Error> failure;
+    Alarm alarm;
+    int32_t num_arrived = 0;
+    bool closed = false;  // all ranks are here and the work has begun
+  };
+
+  // What an alarm needs to know; an alarm may outlive the executable.
+  struct CallNames {
+    int32_t ranks;
+    double timeout_s;
+    std::string phase;
+
+    void TimeOut(Meeting& meeting) const {
+      std::lock_guard<std::mutex> lock(meeting.mutex);
+      if (meeting.closed || meeting.failure.has_value()) return;
+      std::string missing;
+      int32_t num_missing = 0;
+      for (int32_t rank = 0; rank < ranks; ++rank) {
+        if (meeting.arrived[rank]) continue;
+        missing += (num_missing++ ? ", " : "") + std::to_string(rank);
+      }
+      const auto message = [&](int32_t rank) {
+        std::ostringstream text;
+        text << "rank " << rank << " of " << ranks << " waited " << timeout_s << " s in phase '"
+             << phase << "' for rank" << (num_missing > 1 ? "s " : " ") << missing
+             << "; every rank of the expert axis must make the same calls";
+        return text.str();
+      };
+      for (int32_t rank = 0; rank < ranks && !meeting.failure.has_value(); ++rank) {
+        if (meeting.arrived[rank]) {
+          meeting.failure = Error(xla::ffi::ErrorCode::kDeadlineExceeded, message(rank));
+        }
+      }
+      KeepPromises(meeting.promises, [&](int32_t rank) {
+        return Error(xla::ffi::ErrorCode::kDeadlineExceeded, message(rank));
+      });
+    }
+  };
+
+  CallNames Names() const { return CallNames{ranks_, timeout_s_, phase_}; }
+
+  std::string Rank(int32_t rank) const {
+    return "rank " + std::to_string(rank) + " of " + std::to_string(ranks_);
+  }
+
+  static Future Ready(const Error& result) {
+    Promise promise;
+    Future future(promise);
+    Keep(promise, result);
+    return future;
+  }
+
+  static void Keep(Promise& promise, const Error& result) {
+    if (result.success()) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(result);
+    }
+  }
+
+  // A kept promise continues its device's program at once, on the thread that keeps it. Each gets
+  // its own, because the programs may wait for each other further on.
+  template <class Result>
+  static void KeepPromises(std::vector<std::optional<Promise>>& promises, const Result& result) {
+    for (size_t rank = 0; rank < promises.size(); ++rank) {
+      if (!promises[rank].has_value()) continue;
+      RunOnThread([promise = *std::exchange(promises[rank], std::nullopt),
+                   error = result(static_cast<int32_t>(rank))]() mutable { Keep(promise, error); });
+    }
+  }
+
+  // The first call of this name where the rank has not been. A failed call stays until all its
+  // ranks have come, so that none of them is taken for a rank of the next.
+  std::shared_ptr<Meeting> Find(int64_t run, int64_t group, int32_t rank) {
+    auto& calls = calls_[{run, group}];
+    for (const auto& meeting : calls) {
+      if (!meeting->arrived[rank]) return meeting;
+    }
+    calls.push_back(std::make_shared<Meeting>(ranks_));
+    return calls.back();
+  }
+
+  void Forget(int64_t run, int64_t group, const std::shared_ptr<Meeting>& meeting) {
+    auto& calls = calls_[{run, group}];
+    for (auto it = calls.begin(); it != calls.end(); ++it) {
+      if (*it == meeting) {
+        calls.erase(it);
+        break;
+      }
+    }
+    if (calls.empty()) calls_.erase({run, group});
+  }
+
+  const int32_t ranks_;
+  const double timeout_s_;
+  const std::string phase_;
+  std::mutex mutex_;
+  std::map<std::pair<int64_t, int64_t>, std::vector<std::shared_ptr<Meeting>>> calls_;
+};
+
+}  // namespace megamoe
+
+#endif  // JAX_MEGAMOE_FFI_WORKSPACE_RENDEZVOUS_H_
