@@ -1,8 +1,6 @@
 """Optimiser, mesh, metrics and checkpoints of the training example, without a model."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +10,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
 from training import mesh as meshes
 from training import optimizer, report, text
 from training.checkpoint import Checkpoints
@@ -120,19 +115,22 @@ def test_checkpoint_keeps_bits_and_shardings(tmp_path):
     place = NamedSharding(mesh, P("expert"))
     values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
     state = {"w": nnx.State({"m": nnx.Param(jax.device_put(values, place))}), "step": jnp.int32(7)}
-    writer = Checkpoints(tmp_path, {"seed": 1})
+    folder = tmp_path / "checkpoints"
+    writer = Checkpoints(folder, {"seed": 1}, resume=False)
     writer.save(7, state)
     writer.close()
 
     like = jax.tree.map(jnp.zeros_like, state)
     like["w"]["m"].set_value(jax.device_put(like["w"]["m"].get_value(), place))
-    restored = Checkpoints(tmp_path, {"seed": 1}).restore(like)
+    restored = Checkpoints(folder, {"seed": 1}, resume=True).restore(like)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     np.testing.assert_array_equal(restored["w"]["m"].get_value(), values)
     assert restored["w"]["m"].get_value().sharding == place
     assert int(restored["step"]) == 7
 
     with pytest.raises(ValueError, match="made with seed = 1, this run has 2"):
-        Checkpoints(tmp_path, {"seed": 2}).restore(like)
+        Checkpoints(folder, {"seed": 2}, resume=True)
     with pytest.raises(ValueError, match="found no checkpoint"):
-        Checkpoints(tmp_path / "other", {"seed": 1}).restore(like)
+        Checkpoints(tmp_path / "other", {"seed": 1}, resume=True)
+    with pytest.raises(ValueError, match="holds the checkpoints of another run"):
+        Checkpoints(folder, {"seed": 1}, resume=False)

@@ -14,13 +14,38 @@ class Checkpoints:
     Args:
       folder: where they lie.
       fixed: settings (JSON values) without which a resumed run would not be the same run, such as
-        the seed and the data. `restore` compares them.
+        the seed and the data.
+      resume: whether the run continues from the newest one.
+
+    Raises:
+      ValueError: if there is nothing to resume, if the checkpoint belongs to a run with other
+        settings, or if a new run would mix its checkpoints with those of another.
     """
 
-    def __init__(self, folder: Path, fixed: dict):
-        self._folder, self._fixed = folder, fixed
+    def __init__(self, folder: Path, fixed: dict, *, resume: bool):
+        self._fixed = fixed
+        if not resume and folder.exists() and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} holds the checkpoints of another run; continue it with --resume or "
+                "choose another --out"
+            )
+        if resume and not folder.exists():
+            raise ValueError(f"--resume found no checkpoint in {folder}")
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        if not resume:
+            return
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(f"--resume found no checkpoint in {folder}")
+        args = ocp.args.Composite(fixed=ocp.args.JsonRestore())
+        saved = self._manager.restore(step, args=args).fixed
+        for name, value in fixed.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"--resume: the checkpoint in {folder} was made with {name} = "
+                    f"{saved.get(name)!r}, this run has {value!r}; they must be equal"
+                )
 
     def save(self, step: int, state) -> None:
         """Writes in the background; the arrays of `state` may be donated after this returns."""
@@ -32,26 +57,10 @@ class Checkpoints:
         )
 
     def restore(self, like):
-        """The newest state, with the structure, dtypes and shardings of `like`.
-
-        Raises:
-          ValueError: if there is no checkpoint, or it belongs to a run with other settings.
-        """
-        step = self._manager.latest_step()
-        if step is None:
-            raise ValueError(f"--resume found no checkpoint in {self._folder}")
-        saved = self._manager.restore(
-            step, args=ocp.args.Composite(fixed=ocp.args.JsonRestore())
-        ).fixed
-        for name, value in self._fixed.items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"--resume: the checkpoint in {self._folder} was made with {name} = "
-                    f"{saved.get(name)!r}, this run has {value!r}; they must be equal"
-                )
+        """The newest state, with the structure, dtypes and shardings of `like`."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args).state
+        return self._manager.restore(self._manager.latest_step(), args=args).state
 
     def close(self) -> None:
         """Waits until everything is on disk."""

@@ -1,4 +1,4 @@
-"""The device mesh, and where parameters and batches lie on it."""
+"""The device mesh, and how batches and parameters get on and off it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 DATA, EXPERT = "data", "expert"
 BATCH = P((DATA, EXPERT))  # every device takes its own tokens
-EXPERT_WEIGHTS = ("w_gate", "w_up", "w_down")  # [..., experts, in, out]
-
-# Smaller tensors are replicated: gathering them each time costs more than the memory they take.
-MIN_SHARDED_SIZE = 2**16
 
 
 def make_mesh(num_experts: int, expert_parallel: int | None = None, devices=None) -> Mesh:
@@ -49,42 +45,11 @@ def path_names(path) -> tuple[str, ...]:
     return tuple(n for n in names if n != "value")
 
 
-def parameter_spec(
-    path, shape: tuple[int, ...], mesh: Mesh, *, min_size: int = MIN_SHARDED_SIZE
-) -> P:
-    """Fully sharded: expert weights by expert and over the data axis, others over all devices.
-
-    A tensor is cut along its last axis that divides evenly, and left whole if there is none.
-    """
-    spec = [None] * len(shape)
-    if path_names(path)[-1] in EXPERT_WEIGHTS:
-        free, axes = [len(shape) - 1, len(shape) - 2], DATA
-        spec[-3] = EXPERT
-        parts = mesh.shape[DATA]
-    else:
-        free, axes = list(range(len(shape)))[::-1], (DATA, EXPERT)
-        parts = mesh.size
-    if parts > 1 and math.prod(shape) >= min_size:
-        axis = next((i for i in free if shape[i] % parts == 0), None)
-        if axis is not None:
-            spec[axis] = axes
-    return P(*spec)
-
-
-def parameter_shardings(params, mesh: Mesh, *, min_size: int = MIN_SHARDED_SIZE):
-    """The sharding of each leaf of a tree of parameters (arrays or their shapes)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: NamedSharding(
-            mesh, parameter_spec(path, leaf.shape, mesh, min_size=min_size)
-        ),
-        params,
-    )
-
-
 def put_batch(batch, mesh: Mesh, accumulate: int):
-    """Each array [B, S] as a global array [accumulate, B / accumulate, S], rows spread over devices.
+    """Each array [B, S] as a global array [accumulate, B / accumulate, S].
 
-    Every process holds the whole batch and hands its devices their rows.
+    Rows are spread over all devices; every process holds the whole batch and hands its own
+    devices their part.
     """
     sharding = NamedSharding(mesh, P(None, *BATCH))
 

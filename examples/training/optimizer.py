@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import optax
+
 from training.mesh import path_names
 
 

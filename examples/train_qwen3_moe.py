@@ -1,0 +1,343 @@
+"""Trains a Qwen3-MoE with the experts spread over the devices.
+
+    python examples/train_qwen3_moe.py
+
+trains a small model on the source files of Python's standard library, on the GPUs or, where there
+are none, on 8 virtual CPU devices. The run's folder gets metrics.jsonl (one object a step),
+training.png (loss and expert load), sample.txt, summary.json and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+from training import mesh as meshes
+from training import optimizer, report, text
+from training.checkpoint import Checkpoints
+from training.flops import training_flops_per_token
+from training.step import TrainState, initial_state, make_step
+
+from jax_megamoe import MoEConfig
+from jax_megamoe.models import qwen3_moe
+
+PRESETS = ("tiny", "qwen3-30b-a3b", "qwen3-235b-a22b")
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+
+    add("--data", nargs="+", metavar="PATH", help=".txt or .jsonl files, or folders of them")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json; without it, bytes are the tokens")
+    add("--model", default="tiny", help=f"a Hugging Face folder, or {', '.join(PRESETS)}")
+    add("--layers", type=int, help="use only the first layers of the model")
+    add("--out", type=Path, help="folder of the run (a new one, runs/<time>)")
+    add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
+    add("--seed", type=int, default=0)
+
+    add("--steps", type=int, default=200)
+    add("--seq-len", type=int, help="tokens per sequence (tiny: 256, else 16384)")
+    add("--batch", type=int, help="sequences per step, all devices together")
+    add("--accumulate", type=int, default=1, help="microbatches per step")
+    add("--lr", type=float, help="peak learning rate (tiny: 3e-3, else 1e-4)")
+    add("--warmup", type=int, help="steps of warm-up (a tenth of --steps)")
+    add("--weight-decay", type=float, default=0.1)
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--balance", choices=("aux", "bias", "none"), default="aux")
+    add("--aux-coef", type=float, help="of --balance aux (the model's own)")
+    add("--bias-rate", type=float, default=1e-3, help="of --balance bias, per step")
+
+    add("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    add("--precision", choices=("bf16", "fp8", "mxfp8", "fp8_bwd"), default="bf16")
+    add("--dtype", choices=("auto", "bf16", "f32"), default="auto", help="of the arithmetic")
+    add("--expert-parallel", type=int, help="devices that share the experts of a layer")
+    add("--distributed", action="store_true", help="several processes, by jax.distributed")
+    add("--coordinator", metavar="HOST:PORT", help="with --distributed, where not found by itself")
+    add("--num-processes", type=int, help="with --coordinator")
+    add("--process-id", type=int, help="with --coordinator")
+
+    add("--save-every", type=int, default=0, help="steps between checkpoints (0: only the last)")
+    add("--sample-tokens", type=int, default=300, help="length of the sample (0: none)")
+    add("--prompt", default="def ", help="start of the sample")
+    add("--temperature", type=float, default=0.7, help="of the sample")
+    args = parser.parse_args(argv)
+
+    if args.out is None:
+        if args.resume or args.distributed:
+            parser.error("--resume and --distributed need --out")
+        args.out = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    tiny = args.model == "tiny"
+    for name, value in {
+        "seq_len": 256 if tiny else 16384,
+        "lr": 3e-3 if tiny else 1e-4,
+        "warmup": args.steps // 10,
+    }.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+class Run(NamedTuple):
+    """What the arguments mean: everything that is fixed before the first step."""
+
+    args: argparse.Namespace
+    config: qwen3_moe.Qwen3MoEConfig
+    tokenizer: text.Tokenizer
+    batches: text.Batches
+    unigram: float
+    mesh: jax.sharding.Mesh
+    fixed: dict[str, Any]
+    checkpoints: Checkpoints
+
+
+def prepare(args: argparse.Namespace) -> Run:
+    """Reads the data and the model's configuration.
+
+    Raises:
+      ValueError: one sentence on what is wrong with the arguments or with what they name.
+    """
+    folder = Path(args.model) if args.model not in PRESETS else None
+    tokenizer_file = args.tokenizer
+    if folder and not tokenizer_file and (folder / "tokenizer.json").is_file():
+        tokenizer_file = folder / "tokenizer.json"
+    tokenizer = text.FileTokenizer(tokenizer_file) if tokenizer_file else text.ByteTokenizer()
+
+    config = model_config(args, folder)
+    if args.model == "tiny":
+        config = dataclasses.replace(config, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens; the model takes at most "
+            f"{config.vocab_size}"
+        )
+
+    mesh = meshes.make_mesh(config.num_experts, args.expert_parallel)
+    args.batch = args.batch or (16 if args.model == "tiny" else mesh.size) * args.accumulate
+    if args.batch % (mesh.size * args.accumulate):
+        raise ValueError(
+            f"--batch is {args.batch}; it must be a multiple of {mesh.size} devices times "
+            f"--accumulate {args.accumulate}"
+        )
+
+    source = text.documents(args.data) if args.data else text.standard_library()
+    tokens = text.encode(source, tokenizer)
+    batches = text.Batches(tokens, batch=args.batch, seq_len=args.seq_len, seed=args.seed)
+    fixed = {
+        "model": args.model,
+        "layers": config.num_hidden_layers,
+        "data": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
+        "seed": args.seed,
+        "batch": args.batch,
+        "seq_len": args.seq_len,
+        "steps": args.steps,
+    }
+    checkpoints = Checkpoints(args.out / "checkpoints", fixed, resume=args.resume)
+    unigram = text.unigram_entropy(tokens)
+    return Run(args, config, tokenizer, batches, unigram, mesh, fixed, checkpoints)
+
+
+def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwen3MoEConfig:
+    """The model's sizes, shortened if asked for, with the coefficient of --balance."""
+    if folder and not folder.is_dir():
+        raise ValueError(f"--model is {args.model!r}; it must be a folder or {', '.join(PRESETS)}")
+    config = (
+        qwen3_moe.Qwen3MoEConfig.from_hf(folder)
+        if folder
+        else qwen3_moe.Qwen3MoEConfig.preset(args.model)
+    )
+    changes = {}
+    if args.layers:
+        if not 0 < args.layers <= config.num_hidden_layers:
+            raise ValueError(
+                f"--layers is {args.layers}; the model has {config.num_hidden_layers} layers"
+            )
+        changes["num_hidden_layers"] = args.layers
+    if args.balance != "aux":
+        changes["router_aux_loss_coef"] = 0.0
+    elif args.aux_coef is not None:
+        changes["router_aux_loss_coef"] = args.aux_coef
+    return dataclasses.replace(config, **changes)
+
+
+def make_model(run: Run) -> qwen3_moe.Qwen3MoE:
+    """The model on the mesh: new parameters, or those of a Hugging Face folder."""
+    args = run.args
+    gpu = jax.default_backend() == "gpu"
+    dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32, "auto": jnp.bfloat16 if gpu else jnp.float32}
+    return qwen3_moe.Qwen3MoE(
+        run.config,
+        rngs=nnx.Rngs(args.seed),
+        mesh=run.mesh,
+        expert_axis=meshes.EXPERT,
+        dtype=dtype[args.dtype],
+        param_dtype=jnp.float32,
+        moe=MoEConfig(precision=args.precision, implementation=args.implementation),
+        remat="full",
+        expert_bias=args.balance == "bias",
+    )
+
+
+def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
+    """Trains from the start or the newest checkpoint; writes metrics and checkpoints.
+
+    Returns:
+      the last state, the model's structure, the lines of the metrics file, and the load of each
+      expert int [steps of this process, layers, experts].
+    """
+    args, mesh = run.args, run.mesh
+    schedule = optimizer.schedule(args.lr, warmup=args.warmup, steps=args.steps)
+    tx = optimizer.adamw(schedule, weight_decay=args.weight_decay, clip_norm=args.clip)
+    graphdef, state, shardings = initial_state(make_model(run), tx)
+    step_fn = make_step(
+        graphdef,
+        qwen3_moe.loss,
+        tx,
+        schedule,
+        shardings,
+        bias_rate=args.bias_rate if args.balance == "bias" else 0.0,
+    )
+    if args.resume:
+        state = run.checkpoints.restore(state)
+    first = int(state.step)
+    chief = jax.process_index() == 0
+    metrics_file = report.MetricsFile(args.out / "metrics.jsonl", first) if chief else None
+    loads = []
+
+    with tqdm(total=args.steps, initial=first, unit="step", disable=not chief) as bar:
+        started = time.perf_counter()
+
+        def log(step: int, metrics) -> None:
+            """Waits for the step to end."""
+            nonlocal started
+            metrics = jax.device_get(metrics)
+            now = time.perf_counter()
+            seconds, started = now - started, now
+            if not np.isfinite(metrics["total"]):
+                raise FloatingPointError(f"the loss is {metrics['total']} at step {step}")
+            loads.append(metrics.pop("expert_load"))
+            record = {
+                "step": step,
+                **{name: float(value) for name, value in metrics.items()},
+                "imbalance": report.imbalance(loads[-1]),
+                "step_s": seconds,
+                "tokens_per_s": args.batch * args.seq_len / seconds,
+            }
+            if metrics_file:
+                metrics_file.write(record)
+            bar.set_postfix_str(
+                f"loss {record['lm_loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
+                f"imbalance {record['imbalance']:.2f}"
+            )
+            bar.update()
+
+        running = None
+        for step in range(first, args.steps):
+            batch = meshes.put_batch(run.batches[step], mesh, args.accumulate)
+            state, metrics = step_fn(state, batch)
+            # The devices are busy with this step while the previous one is written down.
+            if running:
+                log(*running)
+            running = step, metrics
+            if step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0):
+                run.checkpoints.save(step + 1, state)
+        if running:
+            log(*running)
+    run.checkpoints.close()
+    if metrics_file:
+        metrics_file.close()
+    return state, graphdef, metrics_file.records if chief else [], np.asarray(loads)
+
+
+def sample_text(run: Run, graphdef: nnx.GraphDef, state: TrainState) -> str:
+    """The prompt, and how the trained model goes on."""
+    args, tokenizer = run.args, run.tokenizer
+    prompt = np.asarray([tokenizer.encode(args.prompt)], np.int32)
+    tokens = qwen3_moe.generate(
+        nnx.merge(graphdef, state.params, state.others),
+        prompt,
+        args.sample_tokens,
+        temperature=args.temperature,
+        eos_ids=(tokenizer.end_id,),
+        rng=jax.random.key(args.seed),
+    )
+    tokens = np.asarray(meshes.local_copy(tokens, run.mesh))[0].tolist()
+    if tokenizer.end_id in tokens:
+        tokens = tokens[: tokens.index(tokenizer.end_id)]
+    return args.prompt + tokenizer.decode(tokens)
+
+
+def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np.ndarray) -> None:
+    """Writes the sample, the picture and the summary; prints what matters of them."""
+    args, config, mesh = run.args, run.config, run.mesh
+    sample = sample_text(run, graphdef, state) if args.sample_tokens else ""
+    if jax.process_index() or not len(loads):
+        return
+    (args.out / "sample.txt").write_text(sample)
+
+    size = sum(x.size for x in jax.tree.leaves(state.params))
+    title = (
+        f"Qwen3-MoE, {size / 1e6:,.1f} M parameters, {config.num_hidden_layers} layers, "
+        f"{config.num_experts} experts over {mesh.shape[meshes.EXPERT]} devices"
+    )
+    report.plot(
+        args.out / "training.png",
+        records,
+        loads,
+        first_step=records[-len(loads)]["step"],
+        unigram=run.unigram,
+        title=title,
+    )
+    summary = report.summary(
+        records[-len(loads) :],
+        flops_per_token=training_flops_per_token(config, args.seq_len),
+        devices=mesh.size,
+    )
+    summary |= {"model": args.model, "parameters": size, **run.fixed, "unigram": run.unigram}
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+
+    last = np.mean([r["lm_loss"] for r in records[-max(1, len(records) // 20) :]])
+    print(f"\n{title}")
+    print(f"loss {last:.3f}; token frequencies alone would give {run.unigram:.3f} nats per token")
+    print(
+        f"{summary['step_s']:.3f} s per step, {summary['tokens_per_s_per_device']:,.0f} tokens/s "
+        f"and {summary['tflops_per_device']:.3g} TFLOP/s per device"
+    )
+    print(f"metrics, picture, sample and checkpoint in {args.out}\n\n{sample}")
+
+
+def main(argv=None) -> list[dict]:
+    """Trains as the arguments say; returns the lines of the metrics file."""
+    args = arguments(argv)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        # Read when JAX first looks for devices. It concerns CPUs alone.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+    if args.distributed:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    try:
+        run = prepare(args)
+    except ValueError as error:
+        sys.exit(f"{Path(__file__).name}: {error}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    state, graphdef, records, loads = train(run)
+    finish(run, state, graphdef, records, loads)
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Training of a tiny Qwen3-MoE by examples/train_qwen3_moe.py and its step."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import train_qwen3_moe
+from flax import nnx
+from training import mesh as meshes
+from training import text
+from training.step import initial_state, make_step, update_biases
+
+from jax_megamoe.models import qwen3_moe
+
+EXAMPLES = Path(train_qwen3_moe.__file__).parent
+CONFIG = qwen3_moe.Qwen3MoEConfig(
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+    router_aux_loss_coef=0.1,
+    initializer_range=0.2,
+)
+SGD = optax.sgd(1.0)
+
+
+def mesh_of(data, expert, order=None):
+    devices = [jax.devices()[i] for i in (order or range(data * expert))]
+    return meshes.make_mesh(CONFIG.num_experts, expert, devices)
+
+
+def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0):
+    model = qwen3_moe.Qwen3MoE(
+        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=jnp.float32, expert_bias=bool(bias_rate)
+    )
+    graphdef, state, shardings = initial_state(model, tx)
+    step = make_step(graphdef, qwen3_moe.loss, tx, lambda _: 1.0, shardings, bias_rate=bias_rate)
+    return step, state
+
+
+def one_step(mesh, batch, accumulate=1, **kwargs):
+    step, state = trainer(mesh, **kwargs)
+    return step(state, meshes.put_batch(batch, mesh, accumulate))
+
+
+def random_batch(rows, length=16, padding=(), seed=0):
+    ids = np.random.default_rng(seed).integers(1, 64, (rows, length)).astype(np.int32)
+    mask = np.ones_like(ids)
+    for row, tokens in padding:
+        mask[row, tokens:] = 0
+    return text.Batch(ids, np.where(mask == 1, ids, text.IGNORED_LABEL), mask)
+
+
+def named(tree):
+    """Leaves by path, on the host."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {"/".join(meshes.path_names(path)): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_close(a, b, tolerance=1e-5):
+    a, b = named(a), named(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        error = np.linalg.norm(a[name] - b[name]) / max(np.linalg.norm(b[name]), 1e-6)
+        assert error <= tolerance, (name, error)
+
+
+@pytest.fixture(scope="module")
+def single_device():
+    """One SGD step of 8 rows, some of them padded, on one device."""
+    batch = random_batch(8, padding=[(1, 5), (6, 11)])
+    return batch, *one_step(mesh_of(1, 1), batch)
+
+
+@pytest.mark.parametrize(
+    ("data", "expert", "order"),
+    [(2, 1, None), (1, 2, None), (2, 2, None), (1, 4, None), (2, 2, [2, 0, 3, 1])],
+)
+def test_every_mesh_makes_the_step_of_one_device(single_device, data, expert, order):
+    batch, state, metrics = single_device
+    mesh = mesh_of(data, expert, order)
+    other, other_metrics = one_step(mesh, batch)
+    assert_close(other.params, state.params)
+    assert_close(other_metrics, metrics)
+    # Every device holds the same bits of what is replicated, the norms among them.
+    for leaf in jax.tree.leaves(other.params):
+        copies = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        for same in copies.values():
+            assert all((same[0] == copy).all() for copy in same)
+
+
+def test_total_is_the_language_loss_and_the_auxiliary_loss_once(single_device):
+    _, _, metrics = single_device
+    expected = metrics["lm_loss"] + CONFIG.router_aux_loss_coef * metrics["aux_loss"]
+    np.testing.assert_allclose(metrics["total"], expected, rtol=1e-6)
+    tokens = 8 * 16 - 11 - 5  # padding is not routed
+    assert metrics["expert_load"].sum(axis=1).tolist() == [2 * tokens] * 2
+
+
+def test_four_equal_microbatches_make_the_step_of_one():
+    quarter = random_batch(4)
+    whole = text.Batch(*(np.tile(x, (4, 1)) for x in quarter))
+    mesh = mesh_of(2, 2)
+    state, metrics = one_step(mesh, quarter)
+    accumulated, sums = one_step(mesh, whole, accumulate=4)
+    assert_close(accumulated.params, state.params)
+    for name in ("lm_loss", "aux_loss", "total", "grad_norm"):
+        np.testing.assert_allclose(sums[name], metrics[name], rtol=1e-5)
+    np.testing.assert_array_equal(sums["expert_load"], 4 * metrics["expert_load"])
+
+
+def test_microbatches_count_by_their_tokens():
+    """Without the auxiliary loss, which is not linear, any split gives the same step."""
+    config = dataclasses.replace(CONFIG, router_aux_loss_coef=0.0)
+    batch = random_batch(8, padding=[(0, 2), (1, 0), (2, 3), (5, 9)])
+    mesh = mesh_of(1, 2)
+    state, metrics = one_step(mesh, batch, config=config)
+    accumulated, sums = one_step(mesh, batch, accumulate=4, config=config)
+    assert_close(accumulated.params, state.params)
+    np.testing.assert_allclose(sums["lm_loss"], metrics["lm_loss"], rtol=1e-5)
+    np.testing.assert_array_equal(sums["expert_load"], metrics["expert_load"])
+
+
+def test_padded_tokens_change_nothing():
+    batch = random_batch(2, padding=[(0, 7), (1, 12)])
+    noise = random_batch(2, seed=9).input_ids
+    other = batch._replace(input_ids=np.where(batch.attention_mask == 1, batch.input_ids, noise))
+    mesh = mesh_of(1, 2)
+    step, state = trainer(mesh)
+    copy = jax.tree.map(jnp.copy, state)
+    state, _ = step(state, meshes.put_batch(batch, mesh, 1))
+    copy, _ = step(copy, meshes.put_batch(other, mesh, 1))
+    for name, value in named(state.params).items():
+        np.testing.assert_array_equal(value, named(copy.params)[name], err_msg=name)
+
+
+def test_bias_balancing_moves_only_the_biases_by_the_rate():
+    config = dataclasses.replace(CONFIG, router_aux_loss_coef=0.0)
+    decay = optax.adamw(1e-3, weight_decay=0.5)
+    step, state = trainer(mesh_of(1, 2), config, decay, bias_rate=1e-3)
+    batch = meshes.put_batch(random_batch(8), mesh_of(1, 2), 2)
+    expected = np.zeros((2, 4), np.float32)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        assert metrics["total"] == metrics["lm_loss"]
+        load = np.asarray(metrics["expert_load"])
+        expected += np.float32(1e-3) * np.sign(load.mean(1, keepdims=True) - load)
+    (bias,) = jax.tree.leaves(state.others)
+    assert bias.dtype == jnp.float32
+    np.testing.assert_allclose(bias, expected, atol=1e-7)
+    assert not any("bias" in name for name in named(state.opt_state))
+
+
+def test_biases_follow_the_order_of_the_layers():
+    load = jnp.array([[4, 0], [0, 4], [4, 0], [2, 2]], jnp.int32)
+    biases = {
+        "layers": {0: {"expert_bias": jnp.zeros((1, 2))}, 2: {"expert_bias": jnp.ones((3, 2))}}
+    }
+    moved = update_biases(biases, load, 0.5)["layers"]
+    assert moved[0]["expert_bias"].tolist() == [[-0.5, 0.5]]
+    assert moved[2]["expert_bias"].tolist() == [[1.5, 0.5], [0.5, 1.5], [1, 1]]
+
+
+def test_one_compilation_and_no_growth():
+    mesh = mesh_of(1, 2)
+    step, state = trainer(mesh, tx=optax.adamw(1e-3))
+    live = {}
+    for i in range(12):  # new routing each step
+        state, metrics = step(state, meshes.put_batch(random_batch(4, seed=i), mesh, 1))
+        live[i] = sum(x.nbytes for x in jax.live_arrays())
+    assert step._cache_size() == 1
+    assert live[3] == live[11]
+    assert np.isfinite(metrics["total"])
+
+
+SENTENCES = [f"the {a} {b} and the {c}\n" for a in "abcdef" for b in "ghijkl" for c in "mnopqr"]
+SHORT_RUN = (
+    "--layers 2 --seq-len 32 --batch 8 --steps 8 --save-every 4 --lr 1e-2 --warmup 1 --seed 3 "
+    "--prompt the --sample-tokens 8 --accumulate 1"
+).split()
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A whole run of the script, and the arguments that it had."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text.txt").write_text("".join(SENTENCES))
+    arguments = [*SHORT_RUN, "--data", str(folder / "text.txt")]
+    records = train_qwen3_moe.main([*arguments, "--out", str(folder / "out")])
+    return folder / "out", arguments, records
+
+
+def test_loss_falls_and_the_run_leaves_its_files(finished_run):
+    out, _, records = finished_run
+    assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 1.0
+    assert [json.loads(line) for line in (out / "metrics.jsonl").open()] == records
+    assert [r["step"] for r in records] == list(range(8))
+    names = "lm_loss aux_loss total grad_norm lr tokens_per_s imbalance step_s".split()
+    assert set(records[0]) == {"step", *names}
+    assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text().startswith("the")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["4", "8"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["tflops_per_device"] > 0
+    assert summary["unigram"] == pytest.approx(
+        text.unigram_entropy(text.encode(["".join(SENTENCES)], text.ByteTokenizer()))
+    )
+
+
+def test_resumed_losses_are_those_of_the_unbroken_run(finished_run, tmp_path):
+    out, arguments, records = finished_run
+    shutil.copytree(out, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/checkpoints/8")
+    resumed = train_qwen3_moe.main([*arguments, "--out", str(tmp_path / "out"), "--resume"])
+    times = ("tokens_per_s", "step_s")
+    for a, b in zip(resumed, records, strict=True):
+        assert {k: v for k, v in a.items() if k not in times} == {
+            k: v for k, v in b.items() if k not in times
+        }
+    assert [r["step_s"] for r in resumed[:4]] == [r["step_s"] for r in records[:4]]
+    assert resumed[4]["step_s"] != records[4]["step_s"]
+
+
+def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
+    out, arguments, _ = finished_run
+    with pytest.raises(SystemExit, match="made with seed = 3, this run has 4"):
+        train_qwen3_moe.main([*arguments, "--out", str(out), "--resume", "--seed", "4"])
+    with pytest.raises(SystemExit, match="found no checkpoint"):
+        train_qwen3_moe.main([*arguments, "--out", str(tmp_path), "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "empty.txt"], "empty.txt is empty"),
+        (["--data", "missing.txt"], "missing.txt does not exist"),
+        (["--model", "no-such-folder"], "it must be a folder or tiny, qwen3-30b-a3b"),
+        (["--layers", "9"], "--layers is 9; the model has 4 layers"),
+        (["--batch", "12"], "--batch is 12; it must be a multiple of 8 devices"),
+        (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
+        (["--tokenizer", "missing.json"], "missing.json does not exist"),
+    ],
+)
+def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("")
+    with pytest.raises(SystemExit) as error:
+        train_qwen3_moe.main(["--out", "out", *arguments])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not Path("out").exists()
+
+
+def test_two_processes_train_as_one(finished_run, tmp_path):
+    """Two processes of 2 and 2 CPU devices; the 8 devices of the other run are one process."""
+    _, arguments, records = finished_run
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(EXAMPLES / "train_qwen3_moe.py"), *arguments]
+    command += ["--out", str(tmp_path / "out"), "--implementation", "xla", "--distributed"]
+    command += ["--coordinator", f"localhost:{port}", "--num-processes", "2"]
+    processes = [
+        subprocess.Popen(
+            [*command, "--process-id", str(i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=240)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    np.testing.assert_allclose(
+        [r["lm_loss"] for r in lines], [r["lm_loss"] for r in records], rtol=1e-3
+    )
+    assert (tmp_path / "out/training.png").exists()
+    assert (tmp_path / "out/sample.txt").read_text().startswith("the")
+    assert sorted(p.name for p in (tmp_path / "out/checkpoints").iterdir()) == ["4", "8"]
