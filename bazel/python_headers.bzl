@@ -50,9 +50,12 @@ filegroup(
     srcs = glob(["cutlass/**/*.h", "cutlass/**/*.hpp", "cutlass/**/*.inl"], allow_empty = True),
 )
 
+# For host code; nvcc finds its own headers. Without the C++ library of the toolkit, which is large.
 cc_library(
-    name = "cudart_static",
+    name = "cuda",
     srcs = glob(["libcudart_static.a"], allow_empty = True),
+    hdrs = glob(["cuda/*.h", "cuda/*.hpp", "cuda/crt/*", "cuda/cccl/nv/**"], allow_empty = True),
+    includes = ["cuda", "cuda/cccl"],
     linkopts = ["-ldl", "-lpthread", "-lrt"],
 )
 """
@@ -72,12 +75,12 @@ def _python_headers_impl(ctx):
     if cutlass:
         ctx.symlink(cutlass, "cutlass")
 
-    # The toolkit is used where it is installed; nvcc finds its own headers.
     home = ctx.os.environ.get("CUDA_HOME") or "/usr/local/cuda"
     nvcc = home + "/bin/nvcc"
     runtime = home + "/lib64/libcudart_static.a"
     if ctx.path(nvcc).exists and ctx.path(runtime).exists:
         ctx.symlink(runtime, "libcudart_static.a")
+        ctx.symlink(home + "/include", "cuda")
     else:
         nvcc = ""
     ctx.file("config.bzl", "NVCC = %r\n" % nvcc)
