@@ -50,6 +50,7 @@ class Qwen3MoE(nnx.Module):
     Args:
       config: sizes.
       rngs: source of the initial values; normal with `config.initializer_range`.
+      arrays: instead of `rngs`, values that lie on the mesh already, as `Qwen3MoE.arrays` returns.
       mesh: where it lies; None takes the mesh of `jax.set_mesh`, or else one device.
       expert_axis: the axis of the mesh that the experts are split over.
       dtype: format of activations and matrix operands.
@@ -74,7 +75,8 @@ class Qwen3MoE(nnx.Module):
         self,
         config: Qwen3MoEConfig,
         *,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
+        arrays: dict[str, Any] | None = None,
         mesh: Mesh | None = None,
         expert_axis: str = "expert",
         dtype: Any = jnp.bfloat16,
@@ -83,25 +85,15 @@ class Qwen3MoE(nnx.Module):
         remat: Remat = "full",
         expert_bias: bool = False,
     ):
-        runtime = make_runtime(config, mesh, expert_axis, dtype, moe, remat)
-        key = rngs.params()
-        param_dtype = jnp.dtype(param_dtype)
-        self._build(runtime, _initial_values(runtime, param_dtype)(key), expert_bias)
-
-    @classmethod
-    def from_arrays(cls, runtime: Runtime, arrays: dict[str, Any]) -> Qwen3MoE:
-        """A model around arrays that lie on the mesh already, in the tree of `parameters`."""
-        model = cls.__new__(cls)
-        model._build(runtime, arrays, False)
-        return model
-
-    def _build(self, runtime, arrays, expert_bias):
-        self.runtime = runtime
-        config, mesh = runtime.config, runtime.mesh
-        table = parameters(config)
+        if (rngs is None) == (arrays is None):
+            raise ValueError("exactly one of rngs and arrays must be given")
+        self.runtime = runtime = make_runtime(config, mesh, expert_axis, dtype, moe, remat)
+        mesh, table = runtime.mesh, parameters(config)
+        if arrays is None:
+            arrays = _initial_values(runtime, jnp.dtype(param_dtype))(rngs.params())
 
         def param(info, value):
-            spec = partition_spec(info, mesh, runtime.expert_axis)
+            spec = partition_spec(info, mesh, expert_axis)
             return nnx.Param(value, out_sharding=tuple(spec), eager_sharding=False, axes=info.axes)
 
         self.embed_tokens = param(table["embed_tokens"], arrays["embed_tokens"])
