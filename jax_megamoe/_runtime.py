@@ -64,6 +64,9 @@ def _load_and_register() -> ModuleType:
             f"{jaxlib.__version__} offers {_dotted(runs)}; build the package against the headers "
             "of the oldest jaxlib in use"
         )
+    # Before a backend exists, jax keeps registrations and hands it the targets before their types,
+    # which it refuses; then it does not start at all.
+    jax.devices()
     for platform, types, targets in (
         ("cpu", module.host_types(), module.host_targets()),
         ("CUDA", module.cuda_types(), module.cuda_targets()),
