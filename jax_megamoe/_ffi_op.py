@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_megamoe import _mesh
+from jax_megamoe import _mesh, _workspace
 
 
 class Call(NamedTuple):
@@ -31,15 +31,27 @@ class Call(NamedTuple):
     attributes: tuple[tuple[str, int | float | str], ...]
 
 
-def make_call(config, *, axis_name, ranks, workspace, capacity_rows) -> Call:
-    """Returns the static part of a call from the configuration and the workspace's key and size."""
+def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *_) -> Call:
+    """Returns the static part of a call; makes its workspace."""
+    local_experts, hidden, intermediate = w_gate.shape
+    workspace = _workspace.make(
+        axis_name=axis_name,
+        ranks=ranks,
+        tokens=x.shape[0],
+        top_k=expert_ids.shape[1],
+        local_experts=local_experts,
+        hidden=hidden,
+        intermediate=intermediate,
+        dtype=x.dtype,
+        capacity_factor=config.capacity_factor,
+    )
     limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
     return Call(
         axis_name,
         (
-            ("workspace", workspace),
+            ("workspace", workspace.key),
             ("ranks", ranks),
-            ("capacity_rows", capacity_rows),
+            ("capacity_rows", workspace.capacity_rows),
             ("precision", config.precision),
             ("wgrad_precision", config.wgrad_precision),
             ("swiglu_limit", float(limit)),
@@ -84,12 +96,10 @@ def _custom_call(target, call, results, operands):
     # One call after the other: each meets those of the other ranks.
     @run.def_vmap
     def run_batch(axis_size, in_batched, *operands):
-        def run_one(batched):
-            batched = iter(batched)
-            return run(*(next(batched) if b else a for a, b in zip(operands, in_batched)))
+        def run_one(i):
+            return run(*(a[i] if b else a for a, b in zip(operands, in_batched, strict=True)))
 
-        out = lax.map(run_one, [a for a, b in zip(operands, in_batched) if b])
-        return out, (True,) * len(results)
+        return lax.map(run_one, jnp.arange(axis_size)), (True,) * len(results)
 
     return run(*operands)
 

@@ -28,6 +28,13 @@ def axis_size(axis_name: str | None) -> int:
         ) from None
 
 
+def platform() -> str:
+    """Returns the platform of the devices that the code being traced will run on."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = device or jax.config.jax_default_device or jax.default_backend()
+    return getattr(device, "platform", device)
+
+
 def manual_axes() -> tuple[str, ...]:
     """Returns the mesh axes that the enclosing `jax.shard_map` made manual, in mesh order."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jax_megamoe import _check, _mesh, _xla
+from jax_megamoe import _check, _ffi_op, _implementation, _mesh, _xla
 from jax_megamoe.config import MoEConfig
 
 
@@ -97,13 +97,18 @@ def moe_mlp(
         experts=ranks * w_gate.shape[0],
         ranks=ranks,
     )
+    chosen = _implementation.choose(
+        config, axis_name, hidden=w_gate.shape[1], intermediate=w_gate.shape[2]
+    )
     args = _mesh.vary_alike(axis_name, x, expert_ids, expert_weights, w_gate, w_up, w_down)
     if x.shape[0] == 0:
         load = _mesh.zeros((w_gate.shape[0],), jnp.int32, args[0])
-        return (args[0], MoEStats(load, load.sum(), load.sum())) if return_stats else args[0]
-    _require_bf16(config)
-    call = _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit)
-    y, stats = _xla.moe_mlp(call, *args)
+        y, stats = args[0], (load, load.sum(), load.sum())
+    elif chosen == "ffi":
+        y, stats = _ffi_op.moe_mlp(_ffi_op.make_call(config, axis_name, ranks, *args), *args)
+    else:
+        call = _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit)
+        y, stats = _xla.moe_mlp(call, *args)
     return (y, MoEStats(*stats)) if return_stats else y
 
 
@@ -192,10 +197,3 @@ def _flatten_and_pad(tokens, mesh, token_axes):
     tokens = [_mesh.reshard(a, mesh, PartitionSpec()).reshape(-1, a.shape[-1]) for a in tokens]
     rows = ((0, -tokens[0].shape[0] % _mesh.shards(mesh, token_axes)), (0, 0))
     return [jnp.pad(a, rows, constant_values=v) for a, v in zip(tokens, (0, -1, 0), strict=True)]
-
-
-def _require_bf16(config):
-    if config.precision != "bf16":
-        raise ValueError(
-            f"config.precision is {config.precision!r}; the 'xla' implementation has only 'bf16'"
-        )

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import MoEConfig, moe_mlp, reference
+from jax_megamoe import MoEConfig, _implementation, moe_mlp, reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,9 @@ def runner(implementation: str, ranks: int = 1, **config):
 
 def require_ffi() -> None:
     """Skips the test, with the reason, where the custom calls cannot run."""
-    pytest.skip("not yet")
+    reason = _implementation.why_not_ffi(jax.default_backend())
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def relative_error(got, want) -> float:
