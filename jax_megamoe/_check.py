@@ -9,11 +9,10 @@ FLOATS = ("bfloat16", "float32")
 _INT32_MAX = 2**31 - 1
 
 
-def arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, *, experts, ranks) -> None:
+def arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, *, ranks: int) -> None:
     """Checks dtype, rank and size of every argument of one shard.
 
     Args:
-      experts: number of all experts, E.
       ranks: size of the expert axis, R.
 
     Raises:
@@ -24,7 +23,7 @@ def arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, *, experts, r
     _typed_array("expert_ids", expert_ids, 2, "[tokens, experts per token]", ("int32",))
     _typed_array("expert_weights", expert_weights, 2, "[tokens, experts per token]", ("float32",))
     weights(w_gate, w_up, w_down, hidden=x.shape[1])
-    tokens, slots = x.shape[0], expert_ids.shape[1]
+    tokens, slots, experts = x.shape[0], expert_ids.shape[1], ranks * w_gate.shape[0]
     if expert_ids.shape[0] != tokens:
         raise ValueError(
             f"expert_ids has {expert_ids.shape[0]} rows; it must have one per token of x, {tokens}"

@@ -87,16 +87,7 @@ def moe_mlp(
       (2, 4)
     """
     ranks = _mesh.axis_size(axis_name)
-    _check.arguments(
-        x,
-        expert_ids,
-        expert_weights,
-        w_gate,
-        w_up,
-        w_down,
-        experts=ranks * w_gate.shape[0],
-        ranks=ranks,
-    )
+    _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
     chosen = _implementation.choose(
         config, axis_name, hidden=w_gate.shape[1], intermediate=w_gate.shape[2]
     )

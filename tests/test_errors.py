@@ -1,0 +1,233 @@
+"""What cannot run says so when it is traced: the name, the value seen, what would be accepted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Shape, make_inputs, make_mesh, require_ffi
+from jax.sharding import PartitionSpec as P
+
+from jax_megamoe import MoEConfig, _implementation, _runtime, moe, moe_mlp
+
+NAMES = ("x", "expert_ids", "expert_weights", "w_gate", "w_up", "w_down")
+
+
+def arguments(**changed):
+    args = dict(zip(NAMES, make_inputs(Shape(16, 2, 4, 64, 128)).args, strict=True))
+    return args | changed
+
+
+@pytest.mark.parametrize(
+    "name, dtype, accepted",
+    [
+        ("x", "float16", "bfloat16 or float32"),
+        ("x", "int32", "bfloat16 or float32"),
+        ("expert_ids", "float32", "int32"),
+        ("expert_ids", "uint32", "int32"),
+        ("expert_weights", "bfloat16", "float32"),
+        ("w_gate", "float16", "bfloat16 or float32"),
+        ("w_up", "bfloat16", "float32, as w_gate"),
+        ("w_down", "bfloat16", "float32, as w_gate"),
+    ],
+)
+def test_dtype(name, dtype, accepted):
+    args = arguments()
+    args[name] = args[name].astype(dtype)
+    with pytest.raises(TypeError, match=f"^{name} is {dtype}; it must be {accepted}$"):
+        moe_mlp(**args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rank(name):
+    args = arguments()
+    args[name] = args[name][0]
+    with pytest.raises(ValueError, match=rf"^{name} has shape .* must have [23] dimensions, \["):
+        moe_mlp(**args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_array(name):
+    with pytest.raises(TypeError, match=f"^{name} is a list; it must be a jax.Array$"):
+        moe_mlp(**arguments(**{name: [1.0]}))
+
+
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("x", (15, 64), "expert_ids has 16 rows; it must have one per token of x, 15"),
+        ("x", (16, 32), "w_gate has hidden size 64; it must be that of x, 32"),
+        ("expert_weights", (16, 3), r"expert_weights has shape \(16, 3\); .* \(16, 2\)"),
+        ("expert_ids", (16, 0), "expert_ids has 0 experts per token; it must be between 1 and"),
+        ("w_up", (4, 64, 64), r"w_up has shape \(4, 64, 64\); .* must be \(4, 64, 128\)"),
+        ("w_up", (3, 64, 128), r"w_up has shape \(3, 64, 128\); .* must be \(4, 64, 128\)"),
+        ("w_down", (4, 64, 128), r"w_down has shape \(4, 64, 128\); .* must be \(4, 128, 64\)"),
+        ("w_gate", (0, 64, 128), "w_gate has shape .*; no dimension may be 0"),
+    ],
+)
+def test_size(name, shape, message):
+    args = arguments()
+    args[name] = jnp.zeros(shape, args[name].dtype)
+    if name == "expert_ids":
+        args["expert_weights"] = jnp.zeros(shape)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        moe_mlp(**args)
+
+
+def test_more_slots_than_experts():
+    ids = jnp.zeros((16, 5), jnp.int32)
+    with pytest.raises(ValueError, match="5 experts per token; .* the number of experts, 4$"):
+        moe_mlp(**arguments(expert_ids=ids, expert_weights=jnp.zeros((16, 5))))
+
+
+def test_slots_beyond_int32():
+    tokens = 2**28
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((tokens, 8), jnp.bfloat16),
+            ((tokens, 8), jnp.int32),
+            ((tokens, 8), jnp.float32),
+            ((8, 8, 8), jnp.bfloat16),
+            ((8, 8, 8), jnp.bfloat16),
+            ((8, 8, 8), jnp.bfloat16),
+        )
+    ]
+    with pytest.raises(ValueError, match="268435456 tokens .* must not exceed 2147483647"):
+        jax.eval_shape(moe_mlp, *args)
+
+
+def test_axis_that_is_not_bound():
+    with pytest.raises(ValueError, match="axis_name is 'expert', which no enclosing jax.shard_map"):
+        moe_mlp(**arguments(), axis_name="expert")
+    mesh = make_mesh((2, 4), ("data", "ep"))
+    f = sharded_over_data(mesh)
+    with pytest.raises(ValueError, match="axis_name is 'expert', .* the axes are 'data', 'ep'"):
+        f(*arguments().values())
+
+
+def sharded_over_data(mesh):
+    specs = (P("data"),) * 3 + (P(),) * 3
+    return jax.shard_map(
+        lambda *a: moe_mlp(*a, axis_name="expert"), mesh=mesh, in_specs=specs, out_specs=P("data")
+    )
+
+
+class TestMoe:
+    def test_experts_must_divide(self):
+        for experts, ranks in ((6, 4), (2, 4), (63, 4)):
+            args = make_inputs(Shape(16, 2, experts, 8, 8)).args
+            message = (
+                f"^w_gate has {experts} experts on axis 'expert' of size {ranks}; "
+                "the expert count must be a multiple of it$"
+            )
+            with pytest.raises(ValueError, match=message):
+                moe(*args, mesh=make_mesh((2, ranks), ("data", "expert")), expert_axis="expert")
+
+    def test_axes_must_be_in_the_mesh(self):
+        mesh = make_mesh((2, 4), ("data", "expert"))
+        with pytest.raises(ValueError, match="^expert_axis is 'ep'; the axes are 'data', 'expert'"):
+            moe(**arguments(), mesh=mesh, expert_axis="ep")
+        with pytest.raises(ValueError, match="^token_axes names 'seq'; the axes are 'data'"):
+            moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=("seq",))
+        with pytest.raises(ValueError, match="^token_axes is .*; an axis may be named only once"):
+            moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=("data", "data"))
+
+    def test_a_mesh_is_needed(self):
+        with pytest.raises(ValueError, match="^mesh is None and there is no jax.set_mesh"):
+            moe(**arguments(), expert_axis="expert")
+        with pytest.raises(ValueError, match="^mesh is None and there is no jax.set_mesh"):
+            jax.eval_shape(lambda a: moe(**a, expert_axis="expert"), arguments())
+
+    def test_inside_a_shard_map(self):
+        mesh = make_mesh((2, 4), ("data", "expert"))
+        f = jax.shard_map(
+            lambda *a: moe(*a, mesh=mesh, expert_axis="expert"),
+            mesh=mesh,
+            in_specs=(P("data"),) * 3 + (P("expert"),) * 3,
+            out_specs=P("data"),
+        )
+        with pytest.raises(ValueError, match="inside a shard_map use moe_mlp"):
+            f(*arguments().values())
+
+    def test_leading_dimensions(self):
+        mesh = make_mesh()
+        with pytest.raises(ValueError, match="^x has shape .* at least 2 dimensions"):
+            moe(**arguments(x=jnp.zeros(64)), mesh=mesh, expert_axis="expert")
+        with pytest.raises(ValueError, match="^expert_ids has shape .* those of x, .4, 4.$"):
+            moe(**arguments(x=jnp.zeros((4, 4, 64))), mesh=mesh, expert_axis="expert")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "fp8_bwd"])
+@pytest.mark.parametrize("implementation", ["auto", "xla", "ffi"])
+def test_precision_that_cannot_run(implementation, precision):
+    if implementation == "ffi":
+        require_ffi()
+    config = MoEConfig(precision=precision, implementation=implementation)
+    with pytest.raises(ValueError, match=f"{precision}'"):
+        moe_mlp(**arguments(), config=config)
+
+
+def test_custom_calls_that_cannot_run(monkeypatch):
+    config = MoEConfig(implementation="ffi")
+    monkeypatch.setattr(_runtime, "unavailable", lambda: "the compiled module is missing")
+    with pytest.raises(ValueError, match="compiled module is missing; 'xla' runs on any backend$"):
+        moe_mlp(**arguments(), config=config)
+    assert np.isfinite(jax.jit(moe_mlp)(*arguments().values())).all()  # "auto" takes "xla"
+
+
+def test_custom_calls_serve_one_process_on_the_host(monkeypatch):
+    require_ffi()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="there are 2 processes .*'xla' runs on any backend$"):
+        moe_mlp(**arguments(), config=MoEConfig(implementation="ffi"))
+
+
+def test_custom_calls_on_another_platform(monkeypatch):
+    require_ffi()
+    assert "the platform is 'tpu'" in _implementation.why_not_ffi("tpu")
+    monkeypatch.setattr(_runtime, "with_cuda", lambda: False)
+    assert "built without CUDA" in _implementation.why_not_ffi("gpu")
+
+
+def test_custom_calls_need_every_mesh_axis_manual():
+    require_ffi()
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    f = jax.shard_map(
+        lambda *a: moe_mlp(*a, axis_name="expert", config=MoEConfig(implementation="ffi")),
+        mesh=mesh,
+        axis_names={"expert"},
+        in_specs=(P("expert"),) * 6,
+        out_specs=P("expert"),
+    )
+    with pytest.raises(ValueError, match="leaves the mesh axes 'data' to the compiler"):
+        jax.eval_shape(f, *arguments().values())
+
+
+def test_custom_calls_over_an_axis_of_vmap():
+    require_ffi()
+    f = jax.vmap(
+        lambda *a: moe_mlp(*a, axis_name="expert", config=MoEConfig(implementation="ffi")),
+        axis_name="expert",
+    )
+    x, ids, weights, *experts = arguments().values()
+    args = [a.reshape(4, 4, -1) for a in (x, ids, weights)] + [w[:, None] for w in experts]
+    with pytest.raises(ValueError, match="'expert' is not an axis of a jax.shard_map"):
+        f(*args)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("precision", "fp4"),
+        ("implementation", "cuda"),
+        ("capacity_factor", 0),
+        ("capacity_factor", float("nan")),
+        ("timeout_s", -1),
+        ("swiglu_limit", 0.0),
+        ("reserved_sms", -1),
+        ("wgrad_precision", "fp4"),
+    ],
+)
+def test_config(field, value):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}; it must be"):
+        MoEConfig(**{field: value})
