@@ -145,7 +145,7 @@ class Qwen3MoE(nnx.Module):
         Returns:
           f32 [B, S, V]. At padding the values mean nothing.
         """
-        _check_batch(input_ids, attention_mask=attention_mask)
+        check_batch("input_ids", input_ids, attention_mask=attention_mask)
         logits, extra = _logits(
             self.runtime, self.arrays(), input_ids, attention_mask, return_intermediates
         )
@@ -175,7 +175,7 @@ def loss(
       with experts, E] (slots given to each expert) and int32 `num_labels` (those that counted).
       Without a label lm_loss is 0, without a token aux_loss is 0.
     """
-    _check_batch(input_ids, labels=labels, attention_mask=attention_mask)
+    check_batch("input_ids", input_ids, labels=labels, attention_mask=attention_mask)
     return _loss(model.runtime, model.arrays(), input_ids, labels, attention_mask)
 
 
@@ -257,7 +257,7 @@ def place_batch(runtime: Runtime, *arrays: jax.Array | None, fill: tuple[int, ..
         rows = -a.shape[0] % ranks
         if rows:
             filler = jnp.full((rows, *a.shape[1:]), value, a.dtype)
-            a = jnp.concatenate(_replicate(runtime, [a, filler]))
+            a = jnp.concatenate(replicate(runtime, [a, filler]))
         return jax.device_put(a, sharding)
 
     return [place(a, value) for a, value in zip(arrays, fill, strict=True)]
@@ -306,12 +306,13 @@ def _logits(rt, arrays, input_ids, attention_mask, keep_all):
     (ids,) = place_batch(rt, input_ids, fill=(0,))
     logits, extra, per_layer = mapped(arrays, ids, keys, tokens)
     if rows != logits.shape[0]:
-        logits, extra, per_layer = _replicate(rt, (logits, extra, per_layer))
+        logits, extra, per_layer = replicate(rt, (logits, extra, per_layer))
     extra = {k: v[:rows] for k, v in extra.items()} | {k: v[:, :rows] for k, v in per_layer.items()}
     return logits[:rows], extra
 
 
-def _replicate(rt, tree):
+def replicate(rt: Runtime, tree: Any) -> Any:
+    """Puts the whole of every array on every device."""
     return jax.device_put(tree, NamedSharding(rt.mesh, PartitionSpec()))
 
 
@@ -351,14 +352,15 @@ def _balance(rt, records, tokens):
     return {"aux_loss": aux, "expert_load": load}
 
 
-def _check_batch(input_ids, **others):
-    if input_ids.ndim != 2 or not jnp.issubdtype(input_ids.dtype, jnp.integer):
+def check_batch(name: str, ids: jax.Array, **others: jax.Array | None) -> None:
+    """Raises a ValueError unless `ids` is integer [B, S] and the others have its shape."""
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"input_ids has shape {input_ids.shape} and dtype {input_ids.dtype}; it must be "
-            "integers [batch, positions]"
+            f"{name} has shape {ids.shape} and dtype {ids.dtype}; it must be integers "
+            "[batch, positions]"
         )
-    for name, value in others.items():
-        if value is not None and value.shape != input_ids.shape:
+    for other, value in others.items():
+        if value is not None and value.shape != ids.shape:
             raise ValueError(
-                f"{name} has shape {value.shape}; it must be that of input_ids, {input_ids.shape}"
+                f"{other} has shape {value.shape}; it must be that of {name}, {ids.shape}"
             )
