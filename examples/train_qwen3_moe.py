@@ -58,9 +58,10 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--warmup", type=int, help="steps of warm-up (a tenth of --steps)")
     add("--weight-decay", type=float, default=0.1)
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--balance", choices=("aux", "bias", "none"), default="aux")
+    # The auxiliary loss of Qwen3-MoE pools the layers, which leaves single layers unbalanced.
+    add("--balance", choices=("aux", "bias", "none"), help="(aux for a folder, else bias)")
     add("--aux-coef", type=float, help="of --balance aux (the model's own)")
-    add("--bias-rate", type=float, default=1e-3, help="of --balance bias, per step")
+    add("--bias-rate", type=float, help="of --balance bias, per step (tiny: 1e-2, else 1e-3)")
 
     add("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     add("--precision", choices=("bf16", "fp8", "mxfp8", "fp8_bwd"), default="bf16")
@@ -85,6 +86,8 @@ def arguments(argv=None) -> argparse.Namespace:
     for name, value in {
         "seq_len": 256 if tiny else 16384,
         "lr": 3e-3 if tiny else 1e-4,
+        "balance": "bias" if args.model in PRESETS else "aux",
+        "bias_rate": 1e-2 if tiny else 1e-3,
         "warmup": args.steps // 10,
     }.items():
         if getattr(args, name) is None:
@@ -166,7 +169,8 @@ def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwe
             raise ValueError(
                 f"--layers is {args.layers}; the model has {config.num_hidden_layers} layers"
             )
-        changes["num_hidden_layers"] = args.layers
+        dense = tuple(layer for layer in config.mlp_only_layers if layer < args.layers)
+        changes |= {"num_hidden_layers": args.layers, "mlp_only_layers": dense}
     if args.balance != "aux":
         changes["router_aux_loss_coef"] = 0.0
     elif args.aux_coef is not None:
@@ -179,17 +183,31 @@ def make_model(run: Run) -> qwen3_moe.Qwen3MoE:
     args = run.args
     gpu = jax.default_backend() == "gpu"
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32, "auto": jnp.bfloat16 if gpu else jnp.float32}
-    return qwen3_moe.Qwen3MoE(
-        run.config,
-        rngs=nnx.Rngs(args.seed),
-        mesh=run.mesh,
-        expert_axis=meshes.EXPERT,
-        dtype=dtype[args.dtype],
-        param_dtype=jnp.float32,
-        moe=MoEConfig(precision=args.precision, implementation=args.implementation),
-        remat="full",
-        expert_bias=args.balance == "bias",
-    )
+    options = {
+        "mesh": run.mesh,
+        "expert_axis": meshes.EXPERT,
+        "dtype": dtype[args.dtype],
+        "param_dtype": jnp.float32,
+        "moe": MoEConfig(precision=args.precision, implementation=args.implementation),
+        "remat": "full",
+        "expert_bias": args.balance == "bias",
+    }
+    if args.model in PRESETS:
+        return qwen3_moe.Qwen3MoE(run.config, rngs=nnx.Rngs(args.seed), **options)
+    arrays = qwen3_moe.load_hf(args.model, **options).arrays()
+    arrays["layers"] = first_layers(arrays["layers"], run.config.num_hidden_layers)
+    return qwen3_moe.Qwen3MoE(run.config, arrays=arrays, **options)
+
+
+def first_layers(groups: dict[int, dict[str, jax.Array]], count: int):
+    """The first `count` layers of parameters that are stacked in groups of equal layers."""
+    shortened = {}
+    for i in sorted(groups):
+        size = min(count, groups[i]["q_proj"].shape[0])
+        if size:
+            shortened[i] = {name: value[:size] for name, value in groups[i].items()}
+        count -= size
+    return shortened
 
 
 def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
