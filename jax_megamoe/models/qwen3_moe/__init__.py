@@ -3,6 +3,6 @@
 from jax_megamoe.models.qwen3_moe.checkpoint import load_hf, save_hf
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
 from jax_megamoe.models.qwen3_moe.generation import generate
-from jax_megamoe.models.qwen3_moe.model import ExpertBias, Qwen3MoE, loss
+from jax_megamoe.models.qwen3_moe.model import Qwen3MoE, loss
 
-__all__ = ["ExpertBias", "Qwen3MoE", "Qwen3MoEConfig", "generate", "load_hf", "loss", "save_hf"]
+__all__ = ["Qwen3MoE", "Qwen3MoEConfig", "generate", "load_hf", "loss", "save_hf"]

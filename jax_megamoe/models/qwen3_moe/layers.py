@@ -12,9 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
+from jax_megamoe._layer import EXPERT_IDS, EXPERT_WEIGHTS, OUTPUT, ROUTER_LOGITS
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
 from jax_megamoe.models.qwen3_moe.parameters import fsdp, layer_groups, parameters
@@ -133,32 +136,34 @@ def layer(
 
 def _experts(rt, group, p, x, token_mask):
     cfg = rt.config
-    # Logits that differ by less than a bf16 step decide between experts, so the router is fp32.
-    logits = jnp.matmul(
-        x.astype(jnp.float32),
-        rt.fetch(p, "router", group, jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
-    routing = route(
-        logits,
-        cfg.num_experts_per_tok,
-        norm_topk_prob=cfg.norm_topk_prob,
-        expert_bias=p.get("expert_bias"),
-        token_mask=token_mask,
-    )
-    y = moe_mlp(
-        x.reshape(-1, x.shape[-1]),
-        routing.expert_ids.reshape(-1, cfg.num_experts_per_tok),
-        routing.expert_weights.reshape(-1, cfg.num_experts_per_tok),
-        *_expert_weights(rt, group, p),
-        axis_name=rt.expert_axis,
-        config=rt.moe,
-    )
+    with jax.named_scope("moe_router"):
+        # Logits that differ by less than a bf16 step decide between experts: the router is fp32.
+        logits = jnp.matmul(
+            x.astype(jnp.float32),
+            rt.fetch(p, "router", group, jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        logits = checkpoint_name(logits, ROUTER_LOGITS)
+        routing = route(
+            logits,
+            cfg.num_experts_per_tok,
+            norm_topk_prob=cfg.norm_topk_prob,
+            expert_bias=p.get("expert_bias"),
+            token_mask=token_mask,
+        )
+        ids = checkpoint_name(routing.expert_ids, EXPERT_IDS)
+        weights = checkpoint_name(routing.expert_weights, EXPERT_WEIGHTS)
+    with jax.named_scope("moe_experts"):
+        y = moe_mlp(
+            *(a.reshape(-1, a.shape[-1]) for a in (x, ids, weights)),
+            *_expert_weights(rt, group, p),
+            axis_name=rt.expert_axis,
+            config=rt.moe,
+        )
+        y = checkpoint_name(y, OUTPUT)
     experts = jnp.arange(cfg.num_experts)
-    load = (routing.expert_ids[..., None] == experts).sum((0, 1, 2), dtype=jnp.int32)
-    record = RouterRecord(
-        load, routing.probs.sum((0, 1)), logits, routing.expert_ids, routing.expert_weights
-    )
+    load = (ids[..., None] == experts).sum((0, 1, 2), dtype=jnp.int32)
+    record = RouterRecord(load, routing.probs.sum((0, 1)), logits, ids, weights)
     return y.reshape(x.shape), record
 
 
@@ -181,7 +186,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def rope_table(config: Qwen3MoEConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines, f32 [S, 1, head_dim / 2], of the angles at `positions` [S]."""
     half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    # In double precision: an error of one bit is a thousandth of a turn at position 10,000.
+    frequency = np.float32(config.rope_theta ** (-np.arange(half) / half))
     angle = positions.astype(jnp.float32)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 

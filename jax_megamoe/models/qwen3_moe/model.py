@@ -24,10 +24,7 @@ from jax_megamoe.models.qwen3_moe.parameters import (
     parameters,
     partition_spec,
 )
-
-
-class ExpertBias(nnx.Variable):
-    """Selection bias of the experts: moved by `update_expert_bias`, never by an optimizer."""
+from jax_megamoe.nnx import ExpertBias
 
 
 class Layers(nnx.Module):
@@ -57,9 +54,9 @@ class Qwen3MoE(nnx.Module):
       param_dtype: format of the stored parameters, and of their gradients.
       moe: options of the expert path.
       remat: "full" recomputes each layer in the backward pass, "none" keeps everything, a
-        `jax.checkpoint` policy keeps what it says.
-      expert_bias: adds a selection bias per expert (`ExpertBias`, zeros), for balancing without
-        an auxiliary loss.
+        `jax.checkpoint` policy keeps what it says, for example `jax_megamoe.nnx.save_routing`.
+      expert_bias: adds a selection bias to every layer with experts (`jax_megamoe.nnx.ExpertBias`,
+        f32 [layers, E], zeros), for balancing without an auxiliary loss.
 
     Raises:
       ValueError: the mesh has no such axis, or the experts do not divide over it.
