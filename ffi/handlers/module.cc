@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -17,6 +18,7 @@
 
 #ifdef MEGAMOE_WITH_CUDA
 #include "ffi/handlers/cuda_handlers.h"
+#include "ffi/workspace/cuda_workspace.h"
 #endif
 
 namespace nb = nanobind;
@@ -107,6 +109,20 @@ void RegisterWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
 }
 
+#ifdef MEGAMOE_WITH_CUDA
+void RegisterCudaWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
+                           int32_t local_experts, int32_t hidden, int32_t intermediate,
+                           int32_t capacity_rows, const std::vector<int>& devices) {
+  constexpr int32_t kBf16Bytes = 2;
+  WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
+                                   capacity_rows, kBf16Bytes);
+  shape.pool_bytes = shape.return_bytes = kBf16Bytes;
+  CheckShape(shape.plan);
+  const std::string refusal = make_cuda_workspace(key, shape, devices);
+  if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+}
+#endif
+
 int64_t WorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
                        int32_t hidden, int32_t intermediate, int32_t capacity_rows,
                        int32_t staged_bytes, int32_t pool_bytes, int32_t return_bytes) {
@@ -180,6 +196,11 @@ NB_MODULE(_ffi, m) {
   m.def("register_workspace", RegisterWorkspace, "key"_a, nb::kw_only(), "ranks"_a, "tokens"_a,
         "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
         "staged_bytes"_a);
+#ifdef MEGAMOE_WITH_CUDA
+  m.def("register_cuda_workspace", RegisterCudaWorkspace, "key"_a, nb::kw_only(), "ranks"_a,
+        "tokens"_a, "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
+        "devices"_a);
+#endif
   m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,
         "pool_bytes"_a, "return_bytes"_a);

@@ -1,0 +1,51 @@
+// The kernels of one call, in the order in which a handler enqueues them:
+//
+//   meet       tell the peers where this rank's operands are, learn theirs
+//   plan       gather all ids; rows, tiles and targets of this rank's experts
+//   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
+//     pulls    which rows to pull in this round, in the order of use
+//     experts  pull rows; gate/up, SwiGLU, down; push result rows home
+//   finish     every rank has pushed
+//   combine    sum each token's slots
+//
+// Kernel boundaries are the grid barriers. Waiting for a peer happens only in meet and finish, which
+// are one small CTA each; a CTA of the other kernels waits only for work that a running CTA of the
+// same kernel has claimed. So no kernel needs all of its CTAs to be resident, and collectives that
+// hold some of the SMs can delay us but never deadlock us.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/workspace/device_block.h"
+
+namespace megamoe {
+
+struct ForwardCall {
+  WorkspaceShape shape;
+  Directory directory;
+  const void* x;               // [T, H] bf16
+  const int32_t* expert_ids;   // [T, K]
+  const float* expert_weights; // [T, K]
+  const void* w_gate;          // [E_l, H, I] bf16
+  const void* w_up;
+  const void* w_down;          // [E_l, I, H] bf16
+  const int32_t* place;        // {group, rank}
+  void* y;                     // [T, H]
+  bool y_is_f32;
+  int32_t* expert_load;        // [E_l]
+  int32_t* counters;           // {invalid_ids, rounds}
+  float swiglu_limit;          // infinity: none
+  int32_t reserved_sms;
+};
+
+// Each returns an empty string, or what went wrong.
+std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream);
+
+// Loads every kernel on the current device, so that no first use waits while a peer spins.
+std::string load_kernels();
+
+}  // namespace megamoe
