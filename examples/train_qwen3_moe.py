@@ -72,7 +72,8 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--num-processes", type=int, help="with --coordinator")
     add("--process-id", type=int, help="with --coordinator")
 
-    add("--save-every", type=int, default=0, help="steps between checkpoints (0: only the last)")
+    add("--save-every", type=int, default=0, help="steps between checkpoints (only the last)")
+    add("--no-checkpoint", action="store_true", help="write none, for measurements")
     add("--sample-tokens", type=int, default=300, help="length of the sample (0: none)")
     add("--prompt", default="def ", help="start of the sample")
     add("--temperature", type=float, default=0.7, help="of the sample")
@@ -233,6 +234,8 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
         state = run.checkpoints.restore(state)
     first = int(state.step)
     chief = jax.process_index() == 0
+    if chief:
+        print(describe(run, state))
     metrics_file = report.MetricsFile(args.out / "metrics.jsonl", first) if chief else None
     loads = []
 
@@ -271,7 +274,8 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
             if running:
                 log(*running)
             running = step, metrics
-            if step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0):
+            due = args.save_every and (step + 1) % args.save_every == 0
+            if (due or step + 1 == args.steps) and not args.no_checkpoint:
                 run.checkpoints.save(step + 1, state)
         if running:
             log(*running)
@@ -299,19 +303,31 @@ def sample_text(run: Run, graphdef: nnx.GraphDef, state: TrainState) -> str:
     return args.prompt + tokenizer.decode(tokens)
 
 
+def parameter_count(state: TrainState) -> int:
+    return sum(x.size for x in jax.tree.leaves(state.params))
+
+
+def describe(run: Run, state: TrainState) -> str:
+    mesh, config = run.mesh, run.config
+    return (
+        f"Qwen3-MoE, {parameter_count(state) / 1e6:,.1f} M parameters, "
+        f"{config.num_hidden_layers} layers, {config.num_experts} experts over "
+        f"{mesh.shape[meshes.EXPERT]} of {mesh.size} {jax.default_backend().upper()} devices"
+    )
+
+
 def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np.ndarray) -> None:
     """Writes the sample, the picture and the summary; prints what matters of them."""
     args, config, mesh = run.args, run.config, run.mesh
     sample = sample_text(run, graphdef, state) if args.sample_tokens else ""
-    if jax.process_index() or not len(loads):
+    if jax.process_index():
+        return
+    if not len(loads):
+        print(f"all {args.steps} steps were done before")
         return
     (args.out / "sample.txt").write_text(sample)
 
-    size = sum(x.size for x in jax.tree.leaves(state.params))
-    title = (
-        f"Qwen3-MoE, {size / 1e6:,.1f} M parameters, {config.num_hidden_layers} layers, "
-        f"{config.num_experts} experts over {mesh.shape[meshes.EXPERT]} devices"
-    )
+    size, title = parameter_count(state), describe(run, state)
     report.plot(
         args.out / "training.png",
         records,
@@ -329,8 +345,7 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
 
     last = np.mean([r["lm_loss"] for r in records[-max(1, len(records) // 20) :]])
-    print(f"\n{title}")
-    print(f"loss {last:.3f}; token frequencies alone would give {run.unigram:.3f} nats per token")
+    print(f"\nloss {last:.3f}; token frequencies alone would give {run.unigram:.3f} nats per token")
     print(
         f"{summary['step_s']:.3f} s per step, {summary['tokens_per_s_per_device']:,.0f} tokens/s "
         f"and {summary['tflops_per_device']:.3g} TFLOP/s per device"
@@ -338,18 +353,31 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
     print(f"metrics, picture, sample and checkpoint in {args.out}\n\n{sample}")
 
 
+def set_cpu_flags() -> None:
+    """Makes 8 devices of a CPU, unless XLA_FLAGS says otherwise; GPUs are not concerned.
+
+    XLA reads the flags when JAX first looks for devices. Virtual devices share the cores, and on a
+    busy machine one may reach a collective much later than another: XLA would give up after 40 s.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    for flag in (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ):
+        if flag.split("=")[0] not in flags:
+            flags += f" {flag}"
+    os.environ["XLA_FLAGS"] = flags
+
+
 def main(argv=None) -> list[dict]:
     """Trains as the arguments say; returns the lines of the metrics file."""
     args = arguments(argv)
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_force_host_platform_device_count" not in flags:
-        # Read when JAX first looks for devices. It concerns CPUs alone.
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+    set_cpu_flags()
     if args.distributed:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
     try:
         run = prepare(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"{Path(__file__).name}: {error}")
     args.out.mkdir(parents=True, exist_ok=True)
     state, graphdef, records, loads = train(run)

@@ -46,9 +46,9 @@ def mesh_of(data, expert, order=None):
     return meshes.make_mesh(CONFIG.num_experts, expert, devices)
 
 
-def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0):
+def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0, dtype=jnp.float32):
     model = qwen3_moe.Qwen3MoE(
-        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=jnp.float32, expert_bias=bool(bias_rate)
+        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=dtype, expert_bias=bool(bias_rate)
     )
     graphdef, state, shardings = initial_state(model, tx)
     step = make_step(graphdef, qwen3_moe.loss, tx, lambda _: 1.0, shardings, bias_rate=bias_rate)
@@ -180,16 +180,30 @@ def test_biases_follow_the_order_of_the_layers():
     assert moved[2]["expert_bias"].tolist() == [[1.5, 0.5], [0.5, 1.5], [1, 1]]
 
 
-def test_one_compilation_and_no_growth():
+def test_one_compilation_no_growth_and_f32_parameters_under_bf16():
     mesh = mesh_of(1, 2)
-    step, state = trainer(mesh, tx=optax.adamw(1e-3))
+    step, state = trainer(mesh, tx=optax.adamw(1e-3), dtype=jnp.bfloat16)
     live = {}
     for i in range(12):  # new routing each step
+        before = state
         state, metrics = step(state, meshes.put_batch(random_batch(4, seed=i), mesh, 1))
         live[i] = sum(x.nbytes for x in jax.live_arrays())
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
     assert step._cache_size() == 1
     assert live[3] == live[11]
     assert np.isfinite(metrics["total"])
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+
+
+def test_parameters_and_moments_are_spread_over_all_devices():
+    _, state = trainer(mesh_of(2, 2), tx=optax.adamw(1e-3))
+    adam = state.opt_state[0]
+    for params in (state.params, adam.mu, adam.nu):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+        for path, leaf in leaves:
+            name = meshes.path_names(path)[-1]
+            parts = leaf.size // leaf.addressable_shards[0].data.size
+            assert parts == (1 if "norm" in name else 4), name
 
 
 SENTENCES = [f"the {a} {b} and the {c}\n" for a in "abcdef" for b in "ghijkl" for c in "mnopqr"]
@@ -254,6 +268,7 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--data", "empty.txt"], "empty.txt is empty"),
         (["--data", "missing.txt"], "missing.txt does not exist"),
         (["--model", "no-such-folder"], "it must be a folder or tiny, qwen3-30b-a3b"),
+        (["--model", "."], "config.json does not exist"),
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
         (["--batch", "12"], "--batch is 12; it must be a multiple of 8 devices"),
         (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
@@ -268,6 +283,33 @@ def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, m
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not Path("out").exists()
+
+
+def test_starts_from_the_first_layers_of_a_folder(tmp_path):
+    config = dataclasses.replace(
+        CONFIG, vocab_size=256, num_hidden_layers=3, mlp_only_layers=(1,), router_aux_loss_coef=0.3
+    )
+    model = qwen3_moe.Qwen3MoE(config, rngs=nnx.Rngs(2))
+    qwen3_moe.save_hf(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("abc")
+    arguments = ["--model", tmp_path / "model", "--layers", 2, "--data", tmp_path / "text.txt"]
+    arguments += ["--out", tmp_path / "out", "--seq-len", 8, "--expert-parallel", 2]
+    run = train_qwen3_moe.prepare(train_qwen3_moe.arguments([*map(str, arguments)]))
+    assert run.args.balance == "aux"
+    assert run.config.router_aux_loss_coef == 0.3
+    short = train_qwen3_moe.make_model(run).arrays()
+    whole = model.arrays()
+    assert sorted(short["layers"]) == [0, 1]
+    for i, group in short["layers"].items():
+        for name, value in group.items():
+            np.testing.assert_array_equal(value, whole["layers"][i][name])
+    np.testing.assert_array_equal(short["embed_tokens"], whole["embed_tokens"])
+
+    with pytest.raises(
+        SystemExit, match="the tokenizer has 256 tokens; the model takes at most 64"
+    ):
+        qwen3_moe.save_hf(qwen3_moe.Qwen3MoE(CONFIG, rngs=nnx.Rngs(0)), tmp_path / "small")
+        train_qwen3_moe.main(["--model", str(tmp_path / "small"), "--out", str(tmp_path / "o")])
 
 
 def test_two_processes_train_as_one(finished_run, tmp_path):

@@ -13,6 +13,9 @@ from jax.sharding import PartitionSpec as P
 from training import mesh as meshes
 from training import optimizer, report, text
 from training.checkpoint import Checkpoints
+from training.flops import training_flops_per_token
+
+from jax_megamoe.models.qwen3_moe import Qwen3MoEConfig
 
 
 def test_mesh_keeps_experts_inside_a_process():
@@ -68,6 +71,17 @@ def test_clipping_of_sharded_gradients_is_that_of_one_device():
     updates, _ = jax.jit(tx.update)(sharded, tx.init(sharded), sharded)
     for name, grad in grads.items():
         np.testing.assert_allclose(updates[name], -0.5 / norm * grad, rtol=1e-5)
+
+
+def test_flops_of_the_public_shapes():
+    """Six for each active weight but the embedding's; the model cards say 3.3 and 22 billion."""
+    short = 1
+    for name, active in {"qwen3-30b-a3b": 3.04e9, "qwen3-235b-a22b": 21.6e9}.items():
+        config = Qwen3MoEConfig.preset(name)
+        assert training_flops_per_token(config, short) == pytest.approx(6 * active, rel=0.01)
+    layers, width, length = config.num_hidden_layers, 64 * 128, 16384
+    attention = training_flops_per_token(config, length) - training_flops_per_token(config, short)
+    assert attention == pytest.approx(6 * layers * width * (length - 1))
 
 
 def test_imbalance():
