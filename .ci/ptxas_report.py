@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import sys
 
-# wgmma serialised by ptxas: C7508, C7510, C7512, C7514 differ only in the cause they name.
-_SERIALISED = re.compile(r"\(?(C75(?:08|10|12|14))\)?.*")
+# ptxas serialised the wgmma instructions; the number (C7508 to C7514) tells the cause.
+_SERIALISED = re.compile(r"\(C75\d\d\).*|Potential Performance Loss.*")
 _ENTRY = re.compile(r"Compiling entry function '(.+)' for")
 _FUNCTION = re.compile(r"Function properties for (.+)")
 _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -108,6 +108,7 @@ ptxas info    : Function properties for helper
         ),
         (_CLEAN.replace("0 bytes stack", "24 bytes stack", 1), "stack frame of 24 bytes"),
         (_CLEAN + "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async", "C7510"),
+        (_CLEAN + "ptxas info : (C7511) Potential Performance Loss: wgmma.mma_async", "C7511"),
         ("-- Configuring done", "no ptxas report"),
     ],
 )
