@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 from jax_megamoe import _check, _mesh
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.op import moe, moe_mlp
-from jax_megamoe.routing import Routing, Score, load_balancing_loss, route, router_z_loss
+from jax_megamoe.routing import (
+    Routing,
+    Score,
+    check_token_mask,
+    load_balancing_loss,
+    route,
+    router_z_loss,
+)
 
 ROUTER_LOGITS = "moe_router_logits"
 EXPERT_IDS = "moe_expert_ids"
@@ -103,6 +110,7 @@ class Layer:
     ) -> tuple[jax.Array, MoEAux]:
         if x.ndim < 1 or x.shape[-1] != router.shape[0]:
             raise ValueError(f"x has shape {x.shape}; it must be [..., {router.shape[0]}]")
+        check_token_mask(token_mask, x.shape[:-1])
         if token_mask is not None:
             # Padding may hold NaN, and the router's gradient sums x over all tokens.
             x = jnp.where(token_mask[..., None], x, 0)

@@ -178,7 +178,7 @@ def load_balancing_loss(
             f"probs has shape {probs.shape} and expert_ids {expert_ids.shape}; they must be "
             "[..., E] and [..., K] with the same leading sizes, at least one"
         )
-    _check_mask(token_mask, probs.shape[:-1])
+    check_token_mask(token_mask, probs.shape[:-1])
     if layers not in ("pool", "mean"):
         raise ValueError(f"layers is {layers!r}; it must be 'pool' or 'mean'")
     if layers == "mean" and probs.ndim < 3:
@@ -232,7 +232,7 @@ def router_z_loss(
       >>> round(float(jax_megamoe.router_z_loss(jnp.zeros((3, 4)))), 3)  # log(4)^2
       1.922
     """
-    _check_mask(token_mask, logits.shape[:-1])
+    check_token_mask(token_mask, logits.shape[:-1])
     logits = logits.astype(jnp.float32)
     counted = jnp.ones(logits.shape[:-1], bool) if token_mask is None else token_mask
     logits = jnp.where(counted[..., None], logits, 0.0)
@@ -318,7 +318,7 @@ def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
         raise ValueError(f"score is {score!r}; it must be 'softmax' or 'sigmoid'")
     if expert_bias is not None and expert_bias.shape != (num_experts,):
         raise ValueError(f"expert_bias has shape {expert_bias.shape}; it must be ({num_experts},)")
-    _check_mask(token_mask, logits.shape[:-1])
+    check_token_mask(token_mask, logits.shape[:-1])
     if expert_ids is None:
         return
     if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
@@ -330,7 +330,8 @@ def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
         )
 
 
-def _check_mask(token_mask, shape):
+def check_token_mask(token_mask: jax.Array | None, shape: tuple[int, ...]) -> None:
+    """Checks that the mask is boolean and has the shape of the tokens."""
     if token_mask is None:
         return
     if token_mask.shape != shape:
