@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -72,29 +73,29 @@ def generate(
     if isinstance(eos_ids, int):
         eos_ids = (eos_ids,)
     stop = () if eos_ids is None else tuple(eos_ids) or model.config.eos_token_ids
+    # Operands, and at least four of them, so that other end tokens compile nothing anew.
+    stop = np.array([*stop, *[-1] * (4 - len(stop))], np.int32)
     tokens, logits = _generate(
         model.runtime,
         max_new_tokens,
-        stop,
-        pad_id,
         return_logits,
         model.arrays(),
         prompt_ids,
         attention_mask,
+        stop,
+        np.int32(pad_id),
         rng if temperature > 0 else None,
-        jnp.float32(temperature),
+        np.float32(temperature),
     )
     return (tokens, logits) if return_logits else tokens
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _generate(
-    rt, new, eos_ids, pad_id, keep_logits, arrays, prompt, attention_mask, rng, temperature
-):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(rt, new, keep_logits, arrays, prompt, attention_mask, stop, pad_id, rng, temperature):
     batch, one = PartitionSpec(rt.axes), PartitionSpec()
     rows, width = prompt.shape
 
-    def f(arrays, prompt, keys, tokens, row, rng, temperature):
+    def f(arrays, prompt, keys, tokens, row, stop, pad_id, rng, temperature):
         def pick(logits, step):
             if rng is None:
                 return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -110,8 +111,7 @@ def _generate(
             if keep_logits:
                 logits = jnp.where(done[:, None], 0.0, logits)
                 state |= {"logits": state["logits"].at[:, step].set(logits)}
-            for eos in eos_ids:
-                done |= token == eos
+            done |= (token[:, None] == stop).any(axis=1)
             # All devices leave the loop together: their experts are needed until then.
             alive = lax.psum((~done).sum(), rt.axes) > 0
             return state | {"step": step + 1, "done": done, "alive": alive}
@@ -150,9 +150,12 @@ def _generate(
     keys, tokens = masks(rt, prompt, attention_mask)
     prompt, row = place_batch(rt, prompt, jnp.arange(rows), fill=(0, 0))
     mapped = shard_map(
-        rt, f, (specs(rt, arrays), batch, batch, batch, batch, one, one), (batch, batch)
+        rt,
+        f,
+        (specs(rt, arrays), batch, batch, batch, batch, one, one, one, one),
+        (batch, batch),
     )
-    out = mapped(arrays, prompt, keys, tokens, row, rng, temperature)
+    out = mapped(arrays, prompt, keys, tokens, row, stop, pad_id, rng, temperature)
     return jax.tree.map(lambda a: a[:rows], replicate(rt, out))
 
 
