@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jax_megamoe import _check, _ffi_op, _implementation, _mesh, _xla
 from jax_megamoe.config import MoEConfig
+
+
+# Compiled also where the caller does not: one program instead of one per primitive.
+_run_ffi = jax.jit(_ffi_op.moe_mlp, static_argnums=0)
+_run_xla = jax.jit(_xla.moe_mlp, static_argnums=0)
 
 
 class MoEStats(NamedTuple):
@@ -96,10 +102,10 @@ def moe_mlp(
         load = _mesh.zeros((w_gate.shape[0],), jnp.int32, args[0])
         y, stats = args[0], (load, load.sum(), load.sum())
     elif chosen == "ffi":
-        y, stats = _ffi_op.moe_mlp(_ffi_op.make_call(config, axis_name, ranks, *args), *args)
+        y, stats = _run_ffi(_ffi_op.make_call(config, axis_name, ranks, *args), *args)
     else:
         call = _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit)
-        y, stats = _xla.moe_mlp(call, *args)
+        y, stats = _run_xla(call, *args)
     return (y, MoEStats(*stats)) if return_stats else y
 
 
@@ -169,18 +175,26 @@ def moe(
     if spec is None:
         tokens, spec = _flatten_and_pad(tokens, mesh, token_axes), PartitionSpec(token_axes)
 
+    experts = PartitionSpec(expert_axis)
+    tokens = (_mesh.reshard(a, mesh, spec) for a in tokens)
+    weights = (_mesh.reshard(a, mesh, experts) for a in (w_gate, w_up, w_down))
+    y = _sharded_moe(mesh, spec, expert_axis, config)(*tokens, *weights)
+    if y.shape != x.shape:
+        y = _mesh.reshard(y, mesh, PartitionSpec())[: x.size // x.shape[-1]].reshape(x.shape)
+    return _mesh.reshard_like(y, x)
+
+
+@functools.cache
+def _sharded_moe(mesh, tokens, expert_axis, config):
     def shard(x, expert_ids, expert_weights, *weights):
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, expert_ids, expert_weights))
         return moe_mlp(*flat, *weights, axis_name=expert_axis, config=config).reshape(x.shape)
 
-    args = (*tokens, w_gate, w_up, w_down)
-    specs = (spec,) * 3 + (PartitionSpec(expert_axis),) * 3
-    args = (_mesh.reshard(a, mesh, s) for a, s in zip(args, specs, strict=True))
+    specs = (tokens,) * 3 + (PartitionSpec(expert_axis),) * 3
     # Where tokens are replicated over the expert axis, so is y, which its type cannot show.
-    y = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(*args)
-    if y.shape != x.shape:
-        y = _mesh.reshard(y, mesh, PartitionSpec())[: x.size // x.shape[-1]].reshape(x.shape)
-    return _mesh.reshard_like(y, x)
+    return jax.jit(
+        jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+    )
 
 
 def _flatten_and_pad(tokens, mesh, token_axes):

@@ -202,8 +202,9 @@ def relative_error(got, want) -> float:
 def assert_close(got: Results, want: Results, tolerance: float) -> None:
     """Compares the output and the five gradients, whole and expert by expert."""
     for name, a, b in zip(Results._fields, got, want, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert a.shape == b.shape, name
-        assert np.isfinite(np.asarray(a, np.float32)).all(), name
+        assert np.isfinite(a).all(), name
         error = relative_error(a, b)
         assert error <= tolerance, f"{name}: {error:.2e}"
         if name.startswith("dw_"):

@@ -1,0 +1,306 @@
+"""The operation on meshes: replicated arguments, axis and device order, Auto and Explicit axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    Shape,
+    assert_close,
+    assert_same_bits,
+    make_inputs,
+    make_mesh,
+    oracle,
+    relative_error,
+    require_ffi,
+    results_of,
+    sharded,
+)
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_megamoe import MoEConfig, moe, moe_mlp
+
+F32 = 1e-5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", [("data", "expert"), ("expert", "data")])
+def test_weights_replicated_over_data(implementation, axes, check_vma):
+    # Summed once over the axis that replicates them, whoever sums.
+    inputs = make_inputs()
+    mesh = make_mesh((2, 4) if axes[0] == "data" else (4, 2), axes)
+    f = sharded(mesh, MoEConfig(implementation=implementation), check_vma=check_vma)
+    got = jax.jit(functools.partial(results_of, f))(inputs)
+    assert_close(got, oracle(inputs), F32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_tokens_replicated_over_data(implementation, check_vma):
+    inputs = make_inputs()
+    config = MoEConfig(implementation=implementation)
+    f = jax.shard_map(
+        lambda *args: moe_mlp(*args, axis_name="expert", config=config),
+        mesh=make_mesh((2, 4), ("data", "expert")),
+        in_specs=(P("expert"),) * 6,
+        out_specs=P("expert"),
+        check_vma=check_vma,
+    )
+    assert_close(jax.jit(functools.partial(results_of, f))(inputs), oracle(inputs), F32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
+def test_loss_reduced_inside_the_shard_map(implementation, reduce, check_vma):
+    # The same loss on every device: its gradient must not be counted once per device.
+    inputs = make_inputs()
+    config = MoEConfig(implementation=implementation)
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    tokens, experts = P(mesh.axis_names), P("expert")
+
+    def shard(x, ids, weights, w_gate, w_up, w_down, dy):
+        y = moe_mlp(x, ids, weights, w_gate, w_up, w_down, axis_name="expert", config=config)
+        return reduce((y * dy).sum(), mesh.axis_names)
+
+    f = jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=(tokens,) * 3 + (experts,) * 3 + (tokens,),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    loss, grads = jax.jit(jax.value_and_grad(f, argnums=(0, 2, 3, 4, 5)))(*inputs)
+    want = oracle(inputs)
+    scale = 1 if reduce is lax.psum else 4
+    assert loss * scale == pytest.approx(float((want.y * inputs.dy).sum()), rel=1e-4)
+    assert_close((want.y, *(g * scale for g in grads)), want, F32)
+
+
+def network_loss(params, x, ids, target, experts):
+    """A replicated weight before and after the experts, and a router."""
+    h = jnp.tanh(x @ params["inner"])
+    weights = jnp.take_along_axis(jax.nn.softmax(h @ params["router"]), ids, axis=1)
+    y = experts(h, ids, weights, params["w_gate"], params["w_up"], params["w_down"])
+    return ((y @ params["outer"] - target) ** 2).sum()
+
+
+@functools.cache
+def sgd_step(implementation, data, ranks, check_vma):
+    config = MoEConfig(implementation=implementation)
+    mesh = make_mesh((data, ranks), ("data", "expert"))
+    tokens = P(mesh.axis_names)
+    specs = {name: P("expert") if name.startswith("w_") else P() for name in network_params()}
+    experts = functools.partial(moe_mlp, axis_name="expert", config=config)
+
+    def loss(params, x, ids, target):
+        total = network_loss(params, x, ids, target, experts)
+        return lax.psum(total, mesh.axis_names) / 64
+
+    f = jax.shard_map(
+        loss, mesh=mesh, in_specs=(specs, *(tokens,) * 3), out_specs=P(), check_vma=check_vma
+    )
+
+    @jax.jit
+    def step(params, *batch):
+        return jax.tree.map(lambda p, g: p - 10 * g, params, jax.grad(f)(params, *batch))
+
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    return step(jax.device_put(network_params(), shardings), *network_batch())
+
+
+@functools.cache
+def network_params():
+    inputs = make_inputs(Shape(64, 2, 4, 16, 8))
+    rng = np.random.default_rng(0)
+    square = {n: rng.standard_normal((16, 16), np.float32) / 4 for n in ("inner", "outer")}
+    router = {"router": rng.standard_normal((16, 4), np.float32)}
+    return square | router | {n: getattr(inputs, n) for n in ("w_gate", "w_up", "w_down")}
+
+
+@functools.cache
+def network_batch():
+    inputs = make_inputs(Shape(64, 2, 4, 16, 8))
+    return inputs.x, inputs.expert_ids, inputs.dy
+
+
+@pytest.mark.parametrize(
+    "data, ranks, check_vma",
+    [(2, 1, True), (1, 2, True), (2, 2, True), (1, 4, True), (2, 2, False)],
+)
+def test_a_step_is_the_same_on_every_mesh(implementation, data, ranks, check_vma):
+    # SGD, for Adam hides a wrong scale. Experts must not be averaged over their own axis, and the
+    # copies of a replicated weight must not drift apart.
+    got = sgd_step(implementation, data, ranks, check_vma)
+    want = sgd_step(implementation, 1, 1, True)
+    for name, p in got.items():
+        before = network_params()[name]
+        assert relative_error(p - before, want[name] - before) <= F32, name
+        if not name.startswith("w_"):
+            first, *others = (s.data for s in p.addressable_shards)
+            for other in others:
+                assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 0, 3, 1]])
+def test_device_order(implementation, order):
+    inputs = make_inputs()
+    config = MoEConfig(implementation=implementation)
+    devices = jax.devices()
+    mesh = make_mesh((4,), devices=[devices[i] for i in order])
+    got = jax.jit(functools.partial(results_of, sharded(mesh, config)))(inputs)
+    assert_close(got, oracle(inputs), F32)
+    mesh = make_mesh((2, 2), ("data", "expert"), devices=[devices[i] for i in order])
+    y = jax.jit(sharded(mesh, config))(*inputs.args)
+    assert relative_error(y, oracle(inputs).y) <= F32
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("who", ["rank 2 sends none", "rank 3 receives none", "rank 0 alone sends"])
+def test_idle_ranks_do_not_hang_the_others(implementation, who):
+    inputs = make_inputs(Shape(64, 2, 8, 16, 8))
+    ids = np.array(inputs.expert_ids)
+    if who == "rank 2 sends none":
+        ids[32:48] = -1
+    elif who == "rank 3 receives none":
+        ids[ids >= 6] = -1
+    else:
+        ids[16:] = -1
+    inputs = inputs._replace(expert_ids=jnp.asarray(ids))
+    run = idle_runner(implementation)
+    for _ in range(20):
+        got = run(inputs)
+    assert_close(got, oracle(inputs), F32)
+
+
+@functools.cache
+def idle_runner(implementation):
+    f = sharded(make_mesh((4,)), MoEConfig(implementation=implementation))
+    return jax.jit(functools.partial(results_of, f))
+
+
+def test_uneven_exchange(implementation):
+    # Rank s sends its row to rank (s + 1) * (d + 2) mod 5: uneven, and rank 3 receives none.
+    # Buffers are longer than what is valid, and NaN there.
+    rows, ranks = 9, 4
+    valid = np.arange(rows) < np.array([9, 8, 7, 6])[:, None]
+    sender, row = np.meshgrid(np.arange(ranks), np.arange(rows), indexing="ij")
+    ids = np.where(valid, (sender + 1) * (row + 2) % 5 % 3, -1).reshape(-1, 1)
+    inputs = make_inputs(Shape(ranks * rows, 1, ranks, 16, 8))
+    x = (1000 * sender + row).reshape(-1, 1) * 1e-3 + inputs.x
+    inputs = inputs._replace(x=jnp.asarray(x), expert_ids=jnp.asarray(ids, jnp.int32))
+    want = oracle(inputs)
+    flat = jnp.asarray(valid.reshape(-1, 1))
+    poisoned = inputs._replace(x=jnp.where(flat, x, np.nan))
+    got = idle_runner(implementation)(poisoned)
+    assert_close(got, want, F32)
+    assert not np.asarray(got.dx)[~valid.reshape(-1)].any()
+
+
+def run_moe(implementation, mesh, shape, inputs, *, token_axes=None, jit=True):
+    """The Results of `moe` on tokens of the given leading shape, under jax.set_mesh."""
+    config = MoEConfig(implementation=implementation)
+
+    def f(x, ids, weights, *experts):
+        x, ids, weights = (a.reshape(*shape, a.shape[-1]) for a in (x, ids, weights))
+        kwargs = dict(expert_axis="expert", token_axes=token_axes, config=config)
+        y = moe(x, ids, weights, *experts, **kwargs)
+        assert y.shape == x.shape
+        return y.reshape(-1, x.shape[-1])
+
+    run = functools.partial(results_of, f)
+    with jax.set_mesh(mesh):
+        return (jax.jit(run) if jit else run)(jax.device_put(inputs, NamedSharding(mesh, P())))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("axes", [("data", "expert"), ("expert", "data")])
+def test_moe(implementation, axes, explicit):
+    inputs = make_inputs()
+    mesh = make_mesh((2, 4), axes, explicit=explicit)
+    assert_close(run_moe(implementation, mesh, (2, 80), inputs), oracle(inputs), F32)
+
+
+# Leading dimensions that one axis, two axes or none divides; tokens that no split makes even.
+@pytest.mark.parametrize(
+    "shape, explicit",
+    [((160,), False), ((1, 160), True), ((4, 5, 8), True), ((1, 1), False), ((3, 5), True)],
+)
+def test_moe_leading_dimensions(shape, explicit):
+    inputs = make_inputs(Shape(tokens=int(np.prod(shape)), hidden=16, intermediate=8))
+    mesh = make_mesh((2, 4), ("data", "expert"), explicit=explicit)
+    assert_close(run_moe("xla", mesh, shape, inputs), oracle(inputs), F32)
+
+
+@pytest.mark.parametrize("token_axes", [(), ("data",), ("expert",), ("expert", "data")])
+@pytest.mark.parametrize("implementation_", ["xla", "ffi"])
+def test_moe_token_axes(implementation_, token_axes):
+    # Tokens replicated over the expert axis are computed by every rank, and count once.
+    if implementation_ == "ffi":
+        require_ffi()
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    got = run_moe(implementation_, mesh, (32,), inputs, token_axes=token_axes)
+    assert_close(got, oracle(inputs), F32)
+
+
+def test_moe_without_tokens(implementation):
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    for shape in ((0,), (2, 0)):
+        inputs = make_inputs(Shape(tokens=0, hidden=16, intermediate=8))
+        got = run_moe(implementation, mesh, shape, inputs)
+        assert got.y.shape == (0, 16)
+        assert not any(np.asarray(dw).any() for dw in got[3:])
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_moe_with_a_mesh_argument(explicit):
+    # Arrays that lie elsewhere, or otherwise, are moved.
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((2, 4), ("data", "expert"), explicit=explicit)
+    f = functools.partial(moe, mesh=mesh, expert_axis="expert")
+    x = jax.device_put(inputs.x, NamedSharding(mesh, P(None, "data")))
+    for run in (f, jax.jit(f)):
+        assert relative_error(run(x, *inputs.args[1:]), oracle(inputs).y) <= F32
+
+
+def test_moe_moves_arrays_from_other_devices():
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((4,), devices=jax.devices()[4:])
+    args = jax.device_put(inputs.args, jax.devices()[0])
+    y = moe(*args, mesh=mesh, expert_axis="expert")
+    assert set(y.devices()) == set(mesh.devices.flat)
+    assert relative_error(y, oracle(inputs).y) <= F32
+
+
+def test_moe_returns_the_sharding_of_x_over_explicit_axes():
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((2, 4), ("data", "expert"), explicit=True)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(inputs.x, P("data"))
+        y = jax.jit(lambda x, *rest: x + moe(x, *rest, expert_axis="expert"))(x, *inputs.args[1:])
+    assert y.sharding.spec[0] == "data"
+
+
+def test_moe_outside_jit(implementation):
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    assert_close(run_moe(implementation, mesh, (32,), inputs, jit=False), oracle(inputs), F32)
+
+
+def test_custom_calls_gather_nothing():
+    # A custom call on a sharded array outside a shard_map would make XLA gather it.
+    require_ffi()
+    inputs = make_inputs(Shape(32, 2, 8, 16, 8))
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    config = MoEConfig(implementation="ffi")
+    f = functools.partial(moe, mesh=mesh, expert_axis="expert", config=config)
+    specs = (P(("data", "expert")),) * 3 + (P("expert"),) * 3
+    args = (
+        jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(inputs.args, specs, strict=True)
+    )
+    text = jax.jit(f).lower(*args).compile().as_text()
+    assert "jax_megamoe_forward" in text
+    assert "all-gather" not in text
