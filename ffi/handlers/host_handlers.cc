@@ -152,6 +152,13 @@ HostOperands CommonPointers(const CommonOperands& in) {
   return operands;
 }
 
+ffi::Future Refuse(const std::string& message) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ffi::Error::InvalidArgument(message));
+  return future;
+}
+
 using Direction = void (*)(const HostCall&, const HostBlocks&, const std::vector<HostOperands>&);
 
 // Meets the other ranks; the last one runs the direction for all of them.
@@ -161,11 +168,10 @@ ffi::Future Meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, c
   const int32_t group = group_and_rank[0], rank = group_and_rank[1];
   const int32_t ranks = call.shape.plan.ranks;
   if (rank < 0 || rank >= ranks) {
-    ffi::Promise promise;
-    ffi::Future future(promise);
-    promise.SetError(ffi::Error::InvalidArgument(
-        "rank is " + std::to_string(rank) + "; it must be in [0, " + std::to_string(ranks) + ")"));
-    return future;
+    const std::string message =
+        "rank is " + std::to_string(rank) + "; it must be in [0, " + std::to_string(ranks) + ")";
+    site->rendezvous.Fail(run, group, ffi::Error::InvalidArgument(message));
+    return Refuse(message);
   }
   return site->rendezvous.Arrive(
       run, group, rank, operands, [&](const std::vector<HostOperands>& all) {
@@ -183,13 +189,6 @@ ffi::Future Meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, c
           return ffi::Error::Internal(error.what());
         }
       });
-}
-
-ffi::Future Refuse(const std::string& message) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(ffi::Error::InvalidArgument(message));
-  return future;
 }
 
 ffi::Future Forward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,

@@ -45,7 +45,7 @@ class Rendezvous {
     std::shared_ptr<Meeting> meeting;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      meeting = Find(run, group, rank);
+      meeting = Find(run, group, [rank](const Meeting& m) { return !m.arrived[rank]; });
       std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
       meeting->arrived[rank] = true;
       ++meeting->num_arrived;
@@ -75,17 +75,16 @@ class Rendezvous {
     return Ready(result);
   }
 
-  // Ends the call for the ranks that wait and for those that will still come.
-  void Fail(int64_t run, int64_t group, int32_t rank, const Error& error) {
+  // Ends the call for the ranks that wait and for those that will still come, when one of them
+  // failed before it could say which it is.
+  void Fail(int64_t run, int64_t group, const Error& error) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const std::shared_ptr<Meeting> meeting = Find(run, group, rank);
+    const std::shared_ptr<Meeting> meeting = Find(run, group, [](const Meeting&) { return true; });
     std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
-    meeting->arrived[rank] = true;
     if (++meeting->num_arrived == ranks_) Forget(run, group, meeting);
     if (meeting->failure.has_value()) return;
-    const Error told(*error.errc(), Rank(rank) + " failed: " + error.message());
-    meeting->failure = told;
-    KeepPromises(meeting->promises, [&](int32_t) { return told; });
+    meeting->failure = error;
+    KeepPromises(meeting->promises, [&](int32_t) { return error; });
   }
 
  private:
@@ -167,12 +166,13 @@ class Rendezvous {
     }
   }
 
-  // The first call of this name where the rank has not been. A failed call stays until all its
+  // The first call of this name that is wanted, or a new one. A failed call stays until all its
   // ranks have come, so that none of them is taken for a rank of the next.
-  std::shared_ptr<Meeting> Find(int64_t run, int64_t group, int32_t rank) {
+  template <class Wanted>
+  std::shared_ptr<Meeting> Find(int64_t run, int64_t group, const Wanted& wanted) {
     auto& calls = calls_[{run, group}];
     for (const auto& meeting : calls) {
-      if (!meeting->arrived[rank]) return meeting;
+      if (wanted(*meeting)) return meeting;
     }
     calls.push_back(std::make_shared<Meeting>(ranks_));
     return calls.back();
