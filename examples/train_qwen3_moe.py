@@ -50,9 +50,9 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--seed", type=int, default=0)
 
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=500)
     add("--seq-len", type=int, help="tokens per sequence (tiny: 256, else 16384)")
-    add("--batch", type=int, help="sequences per step, all devices together")
+    add("--batch", type=int, help="sequences per step (one per device; tiny: 8)")
     add("--accumulate", type=int, default=1, help="microbatches per step")
     add("--lr", type=float, help="peak learning rate (tiny: 3e-3, else 1e-4)")
     add("--warmup", type=int, help="steps of warm-up (a tenth of --steps)")
@@ -122,7 +122,8 @@ def prepare(args: argparse.Namespace) -> Run:
     tokenizer = text.FileTokenizer(tokenizer_file) if tokenizer_file else text.ByteTokenizer()
 
     config = model_config(args, folder)
-    if args.model == "tiny":
+    tiny = args.model == "tiny"
+    if tiny:
         config = dataclasses.replace(config, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -131,7 +132,8 @@ def prepare(args: argparse.Namespace) -> Run:
         )
 
     mesh = meshes.make_mesh(config.num_experts, args.expert_parallel)
-    args.batch = args.batch or (16 if args.model == "tiny" else mesh.size) * args.accumulate
+    if not args.batch:
+        args.batch = mesh.size * args.accumulate * (max(1, 8 // mesh.size) if tiny else 1)
     if args.batch % (mesh.size * args.accumulate):
         raise ValueError(
             f"--batch is {args.batch}; it must be a multiple of {mesh.size} devices times "

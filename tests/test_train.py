@@ -20,6 +20,7 @@ from training import mesh as meshes
 from training import text
 from training.step import initial_state, make_step, update_biases
 
+from jax_megamoe import MoEConfig, _runtime
 from jax_megamoe.models import qwen3_moe
 
 EXAMPLES = Path(train_qwen3_moe.__file__).parent
@@ -46,9 +47,9 @@ def mesh_of(data, expert, order=None):
     return meshes.make_mesh(CONFIG.num_experts, expert, devices)
 
 
-def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0, dtype=jnp.float32):
+def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0, dtype=jnp.float32, moe=MoEConfig()):
     model = qwen3_moe.Qwen3MoE(
-        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=dtype, expert_bias=bool(bias_rate)
+        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=dtype, moe=moe, expert_bias=bool(bias_rate)
     )
     graphdef, state, shardings = initial_state(model, tx)
     step = make_step(graphdef, qwen3_moe.loss, tx, lambda _: 1.0, shardings, bias_rate=bias_rate)
@@ -106,6 +107,16 @@ def test_every_mesh_makes_the_step_of_one_device(single_device, data, expert, or
             copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
         for same in copies.values():
             assert all((same[0] == copy).all() for copy in same)
+
+
+def test_compiled_module_makes_the_same_step(single_device):
+    if reason := _runtime.unavailable():
+        pytest.skip(reason)
+    batch, state, metrics = single_device
+    fused = MoEConfig(implementation="ffi")
+    other, other_metrics = one_step(mesh_of(2, 2), batch, moe=fused)
+    assert_close(other.params, state.params)
+    assert_close(other_metrics, metrics)
 
 
 def test_total_is_the_language_loss_and_the_auxiliary_loss_once(single_device):
