@@ -71,6 +71,7 @@ class Layer:
     mesh: Mesh | None
     expert_axis: str | None
     token_axes: Sequence[str] | None
+    fsdp_axis: str | None
     config: MoEConfig
 
     def check(self) -> None:
@@ -83,12 +84,16 @@ class Layer:
         if self.expert_axis is not None:
             mesh = _mesh.resolve(self.mesh, self.expert_axis)
             _check.divisible(self.num_experts, self.expert_axis, mesh.shape[self.expert_axis])
-            if self.token_axes is not None:
-                _mesh.check_axes("token_axes", self.token_axes, mesh)
-        elif self.mesh is not None or self.token_axes is not None:
+            _mesh.check_axes("token_axes", self.token_axes or (), mesh)
+            _mesh.check_axes("fsdp_axis", [self.fsdp_axis] if self.fsdp_axis else [], mesh)
+            if self.fsdp_axis == self.expert_axis:
+                raise ValueError(
+                    f"fsdp_axis is {self.fsdp_axis!r}, which is expert_axis; it must be another"
+                )
+        elif self.mesh is not None or self.token_axes is not None or self.fsdp_axis is not None:
             raise ValueError(
-                "expert_axis is None, which is for one device; with mesh or token_axes it must "
-                "name the mesh axis of the experts (its size may be 1)"
+                "expert_axis is None, which is for one device; with mesh, token_axes or fsdp_axis "
+                "it must name the mesh axis of the experts (its size may be 1)"
             )
         if self.top_k == 1 and self.norm_topk_prob:
             warnings.warn(
@@ -108,6 +113,7 @@ class Layer:
         token_mask: jax.Array | None,
         expert_ids: jax.Array | None,
     ) -> tuple[jax.Array, MoEAux]:
+        x, w_gate, w_up, w_down = map(jnp.asarray, (x, w_gate, w_up, w_down))
         if x.ndim < 1 or x.shape[-1] != router.shape[0]:
             raise ValueError(f"x has shape {x.shape}; it must be [..., {router.shape[0]}]")
         check_token_mask(token_mask, x.shape[:-1])

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from jax_megamoe import _mesh
 from jax_megamoe._layer import (
     CHECKPOINT_NAMES,
     EXPERT_IDS,
@@ -89,14 +90,23 @@ class MoE(nn.Module):
             mesh=self.mesh,
             expert_axis=self.expert_axis,
             token_axes=self.token_axes,
+            fsdp_axis=self.fsdp_axis,
             config=self.config,
         )
         layer.check()
 
         def param(name, init, shape, dtype, *spec):
-            if self.expert_axis is not None:
-                init = nn.with_partitioning(init, spec, mesh=self.mesh)
-            return self.param(name, init, shape, dtype)
+            if self.expert_axis is None:
+                return self.param(name, init, shape, dtype)
+            mesh = _mesh.resolve(self.mesh, self.expert_axis)
+
+            # nn.Partitioned only asserts the sharding where axes are Explicit.
+            def placed(*args):
+                return _mesh.reshard(init(*args), mesh, PartitionSpec(*spec))
+
+            return self.param(
+                name, nn.with_partitioning(placed, spec, mesh=self.mesh), shape, dtype
+            )
 
         experts, hidden, inner = self.num_experts, self.hidden, self.intermediate
         up = (experts, hidden, inner), self.param_dtype, self.expert_axis, self.fsdp_axis, None

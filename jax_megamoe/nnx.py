@@ -135,6 +135,7 @@ class MoE(nnx.Module):
             mesh=mesh,
             expert_axis=expert_axis,
             token_axes=None if token_axes is None else tuple(token_axes),
+            fsdp_axis=fsdp_axis,
             config=config,
         )
         self.layer.check()
