@@ -1,7 +1,10 @@
-"""The package as built and installed: what it links, what importing it does, what CI runs."""
+"""The package as built and installed: what it links, what importing it does, what its examples and
+CI do."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import importlib.util
 import pathlib
 import re
@@ -69,6 +72,20 @@ def test_readme_examples_run():
     assert blocks
     for block in blocks:
         subprocess.run([sys.executable, "-c", block], check=True, cwd=ROOT, timeout=200)
+
+
+_MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "jax_megamoe").rglob("*.py")
+    if ">>>" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_docstring_examples_run(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 def test_import_starts_no_backend():
