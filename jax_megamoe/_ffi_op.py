@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_megamoe import _mesh, _workspace
 
@@ -89,17 +88,10 @@ moe_mlp.defvjp(_forward, _backward)
 def _custom_call(target, call, results, operands):
     attributes = {name: _typed(value) for name, value in call.attributes}
 
-    @jax.custom_batching.custom_vmap
+    # Under vmap one call after the other: each meets those of the other ranks.
+    @jax.custom_batching.sequential_vmap
     def run(*operands):
         return tuple(jax.ffi.ffi_call(target, results)(*operands, **attributes))
-
-    # One call after the other: each meets those of the other ranks.
-    @run.def_vmap
-    def run_batch(axis_size, in_batched, *operands):
-        def run_one(i):
-            return run(*(a[i] if b else a for a, b in zip(operands, in_batched, strict=True)))
-
-        return lax.map(run_one, jnp.arange(axis_size)), (True,) * len(results)
 
     return run(*operands)
 

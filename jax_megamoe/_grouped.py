@@ -26,6 +26,8 @@ _OUTER_DIMS = lax.RaggedDotDimensionNumbers(
 )
 
 
+# Under vmap one product after the other: a batched loop would copy, and ragged_dot refuses it.
+@jax.custom_batching.sequential_vmap
 def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Multiplies the rows of each group by the matrix of the group.
 
@@ -40,6 +42,7 @@ def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> ja
     return lax.platform_dependent(lhs, rhs, group_sizes, cpu=_matmul_loop, default=_matmul_ragged)
 
 
+@jax.custom_batching.sequential_vmap
 def grouped_outer(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, init: jax.Array
 ) -> jax.Array:

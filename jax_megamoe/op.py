@@ -13,7 +13,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax_megamoe import _check, _ffi_op, _implementation, _mesh, _xla
 from jax_megamoe.config import MoEConfig
 
-
 # Compiled also where the caller does not: one program instead of one per primitive.
 _run_ffi = jax.jit(_ffi_op.moe_mlp, static_argnums=0)
 _run_xla = jax.jit(_xla.moe_mlp, static_argnums=0)
