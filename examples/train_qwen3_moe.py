@@ -35,6 +35,12 @@ from jax_megamoe.models import qwen3_moe
 
 PRESETS = ("tiny", "qwen3-30b-a3b", "qwen3-235b-a22b")
 
+# Arguments that a resumed run must share with its checkpoint to be the same run.
+FIXED = (
+    "seed", "steps", "batch", "accumulate", "seq_len", "lr", "warmup", "weight_decay", "clip",
+    "balance", "aux_coef", "bias_rate",
+)  # fmt: skip
+
 
 def arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -115,6 +121,10 @@ def prepare(args: argparse.Namespace) -> Run:
     Raises:
       ValueError: one sentence on what is wrong with the arguments or with what they name.
     """
+    for name, least in {"steps": 1, "seq_len": 2, "accumulate": 1}.items():
+        if getattr(args, name) < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {getattr(args, name)}; it must be at least {least}")
     folder = Path(args.model) if args.model not in PRESETS else None
     tokenizer_file = args.tokenizer
     if folder and not tokenizer_file and (folder / "tokenizer.json").is_file():
@@ -147,11 +157,7 @@ def prepare(args: argparse.Namespace) -> Run:
         "model": args.model,
         "layers": config.num_hidden_layers,
         "data": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
-        "seed": args.seed,
-        "batch": args.batch,
-        "seq_len": args.seq_len,
-        "steps": args.steps,
-    }
+    } | {name: getattr(args, name) for name in FIXED}
     checkpoints = Checkpoints(args.out / "checkpoints", fixed, resume=args.resume)
     unigram = text.unigram_entropy(tokens)
     return Run(args, config, tokenizer, batches, unigram, mesh, fixed, checkpoints)
@@ -178,7 +184,10 @@ def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwe
         changes["router_aux_loss_coef"] = 0.0
     elif args.aux_coef is not None:
         changes["router_aux_loss_coef"] = args.aux_coef
-    return dataclasses.replace(config, **changes)
+    config = dataclasses.replace(config, **changes)
+    if not config.moe_layers:
+        raise ValueError(f"none of the {config.num_hidden_layers} layers of the model has experts")
+    return config
 
 
 def make_model(run: Run) -> qwen3_moe.Qwen3MoE:
@@ -310,11 +319,12 @@ def parameter_count(state: TrainState) -> int:
 
 
 def describe(run: Run, state: TrainState) -> str:
-    mesh, config = run.mesh, run.config
+    config, shape = run.config, run.mesh.shape
     return (
         f"Qwen3-MoE, {parameter_count(state) / 1e6:,.1f} M parameters, "
         f"{config.num_hidden_layers} layers, {config.num_experts} experts over "
-        f"{mesh.shape[meshes.EXPERT]} of {mesh.size} {jax.default_backend().upper()} devices"
+        f"{shape[meshes.EXPERT]} {jax.default_backend().upper()} devices"
+        + (f", {shape[meshes.DATA]} such groups" if shape[meshes.DATA] > 1 else "")
     )
 
 
@@ -343,10 +353,10 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
         flops_per_token=training_flops_per_token(config, args.seq_len),
         devices=mesh.size,
     )
-    summary |= {"model": args.model, "parameters": size, **run.fixed, "unigram": run.unigram}
+    summary |= {"parameters": size, "unigram": run.unigram, **run.fixed}
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
 
-    last = np.mean([r["lm_loss"] for r in records[-max(1, len(records) // 20) :]])
+    last = report.final([r["lm_loss"] for r in records])
     print(f"\nloss {last:.3f}; token frequencies alone would give {run.unigram:.3f} nats per token")
     print(
         f"{summary['step_s']:.3f} s per step, {summary['tokens_per_s_per_device']:,.0f} tokens/s "

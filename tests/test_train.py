@@ -282,6 +282,7 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--model", "."], "config.json does not exist"),
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
         (["--batch", "12"], "--batch is 12; it must be a multiple of 8 devices"),
+        (["--seq-len", "1"], "--seq-len is 1; it must be at least 2"),
         (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
         (["--tokenizer", "missing.json"], "missing.json does not exist"),
     ],

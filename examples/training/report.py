@@ -58,11 +58,16 @@ def summary(records: list[dict], *, flops_per_token: float, devices: int, skip: 
     }
 
 
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the last `window` values, fewer at the start."""
+def final(values: np.ndarray) -> float:
+    """Mean over the last twentieth."""
+    return float(np.mean(values[-max(1, len(values) // 20) :]))
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over the twentieth around each value, less at the ends."""
     total = np.cumsum(np.insert(values, 0, 0.0))
-    end = np.arange(1, values.size + 1)
-    start = np.maximum(end - window, 0)
+    at, half = np.arange(values.size), max(1, values.size // 40)
+    start, end = np.maximum(at - half, 0), np.minimum(at + half + 1, values.size)
     return (total[end] - total[start]) / (end - start)
 
 
@@ -91,7 +96,7 @@ def plot(
 
     step = np.array([r["step"] for r in records])
     loss = np.array([r["lm_loss"] for r in records])
-    smooth = _smooth(loss, max(1, len(loss) // 20))
+    uneven = np.array([r["imbalance"] for r in records])
     relative = loads / np.maximum(loads.mean(axis=2, keepdims=True), 1e-9)
     last = relative[-max(1, len(relative) // 5) :].mean(axis=0)
     layers, experts = last.shape
@@ -103,7 +108,7 @@ def plot(
     figure.suptitle(title, fontsize=12)
 
     top.plot(step, loss, color="tab:blue", alpha=0.25, linewidth=1)
-    top.plot(step, smooth, color="tab:blue", linewidth=2, label="language-model loss")
+    top.plot(step, _smooth(loss), color="tab:blue", linewidth=2)
     top.axhline(unigram, color="tab:red", linestyle="--", linewidth=1.5)
     top.annotate(
         f"token frequencies alone: {unigram:.2f}",
@@ -116,9 +121,9 @@ def plot(
         color="tab:red",
     )
     top.annotate(
-        f"{smooth[-1]:.2f}",
-        (step[-1], smooth[-1]),
-        xytext=(-4, 8),
+        f"{final(loss):.2f}",
+        (step[-1], final(loss)),
+        xytext=(0, 16),
         textcoords="offset points",
         ha="right",
         color="tab:blue",
@@ -127,7 +132,8 @@ def plot(
     top.set(ylabel="loss (nats per token)", title="Loss")
     top.set_ylim(bottom=0, top=max(unigram, loss.max()) * 1.08)
 
-    bottom.plot(step, [r["imbalance"] for r in records], color="tab:green", linewidth=1.5)
+    bottom.plot(step, uneven, color="tab:green", alpha=0.25, linewidth=1)
+    bottom.plot(step, _smooth(uneven), color="tab:green", linewidth=2)
     bottom.axhline(1, color="gray", linestyle=":", linewidth=1)
     bottom.set(
         xlabel="step", ylabel="fullest expert / mean", title="Expert imbalance (1 = balanced)"
