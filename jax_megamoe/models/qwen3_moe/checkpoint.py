@@ -286,8 +286,10 @@ def _hf_tensors(
     everywhere = NamedSharding(model.mesh, PartitionSpec())
     pick = jax.jit(lambda stack, i: stack[i], out_shardings=everywhere)
 
+    whole = jax.jit(lambda array: array, out_shardings=everywhere)
+
     def fetch(name):
-        return np.asarray(jax.device_put(arrays[name], everywhere))
+        return np.asarray(whole(arrays[name]))
 
     yield _TOP["embed_tokens"], fetch("embed_tokens")
     for i, group in enumerate(layer_groups(model.config)):
