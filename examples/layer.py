@@ -1,0 +1,106 @@
+"""The Flax layer on a mesh of all devices: forward, gradients, expert load.
+
+    python examples/layer.py
+
+runs on the GPUs or, where there are none, on 8 virtual CPU devices, and draws the expert load.
+"""
+
+import argparse
+import math
+import os
+from pathlib import Path
+
+# Before jax is imported. Concerns the CPU only; the user's own flag, coming later, wins.
+DEVICES = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{DEVICES} {os.environ.get('XLA_FLAGS', '')}"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from jax_megamoe.nnx import MoE  # noqa: E402
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--intermediate", type=int, default=128)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--expert-parallel", type=int, help="devices that share the experts")
+    parser.add_argument("--picture", type=Path, default=Path("expert_load.png"))
+    args = parser.parse_args()
+
+    # The experts are split over the axis "expert", the tokens over both axes.
+    devices = jax.device_count()
+    ranks = args.expert_parallel or math.gcd(devices, 4)
+    mesh = jax.make_mesh((devices // ranks, ranks), ("data", "expert"))
+    print(f"{devices} {jax.devices()[0].device_kind} devices, mesh {dict(mesh.shape)}")
+
+    with jax.set_mesh(mesh):
+        layer = MoE(
+            args.hidden,
+            args.intermediate,
+            args.experts,
+            args.top_k,
+            expert_axis="expert",
+            rngs=nnx.Rngs(0),
+        )
+        x = jax.random.normal(jax.random.key(1), (args.batch, args.seq_len, args.hidden))
+        x = jax.device_put(x.astype(jnp.bfloat16), NamedSharding(mesh, P(("data", "expert"))))
+        (loss, (y, aux)), (grads, dx) = forward_and_gradients(layer, x)
+
+    print(f"x {describe(x)}")
+    print(f"y {describe(y)}")
+    print(f"loss {loss:.4f}")
+    print(f"load balancing loss {aux.load_balancing_loss:.4f} (balanced: {args.top_k})")
+    for name, gradient in {**nnx.to_pure_dict(grads), "x": dx}.items():
+        norm = jnp.linalg.norm(gradient.astype(jnp.float32).ravel())
+        print(f"gradient of {name:7} {describe(gradient)}, norm {norm:.3e}")
+
+    load = jax.device_get(aux.expert_load)
+    print("tokens per expert:")
+    for expert, count in enumerate(load):
+        print(f"{expert:4} {count:6} {'#' * round(40 * count / load.max())}")
+    draw(load, args.picture)
+    print(f"wrote {args.picture}")
+
+
+@nnx.jit
+def forward_and_gradients(layer, x):
+    def loss(layer, x):
+        y, aux = layer(x)
+        # Nothing is kept in the layer: the losses come out of it and are added here, once.
+        total = jnp.square(y.astype(jnp.float32)).mean() + 0.01 * aux.load_balancing_loss
+        return total, (y, aux)
+
+    return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+
+def describe(array):
+    return f"{array.dtype}{list(array.shape)} {array.sharding.spec}"
+
+
+def draw(load, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    axes.bar(range(len(load)), load)
+    axes.axhline(load.mean(), color="black", linewidth=1, linestyle="--", label="balanced")
+    axes.set(xlabel="expert", ylabel="tokens", title="Expert load")
+    axes.margins(x=0.01)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
