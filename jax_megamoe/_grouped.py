@@ -18,7 +18,13 @@ from jax_megamoe import _mesh
 
 _TILE_ROWS = 128
 
-# Contraction over the rows of a group: [M, K], [M, N] -> [G, K, N].
+# [M, K], [G, K, N] -> [M, N]
+_MATMUL_DIMS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+# Contraction over the rows of a group: [M, K], [M, N] -> [G, K, N]
 _OUTER_DIMS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -113,31 +119,31 @@ def _row_tiles(group_sizes, rows, tile):
 
 def _matmul_ragged(lhs, rhs, group_sizes):
     mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
-    out = _ragged_dot()(
-        jnp.where(mine, lhs, 0), rhs, group_sizes, preferred_element_type=jnp.float32
-    )
-    return jnp.where(mine, out, 0)
+    return jnp.where(mine, _ragged(jnp.where(mine, lhs, 0), rhs, group_sizes, _MATMUL_DIMS), 0)
 
 
 def _outer_ragged(lhs, rhs, group_sizes, init):
     mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
-    out = _ragged_dot_general()(
-        jnp.where(mine, lhs, 0),
-        jnp.where(mine, rhs, 0),
-        group_sizes,
-        _OUTER_DIMS,
-        preferred_element_type=jnp.float32,
-    )
+    lhs, rhs = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0)
     # Some kernels leave the result of an empty group unwritten.
-    return init + jnp.where((group_sizes > 0)[:, None, None], out, 0)
+    some = (group_sizes > 0)[:, None, None]
+    return init + jnp.where(some, _ragged(lhs, rhs, group_sizes, _OUTER_DIMS), 0)
 
 
-def _ragged_dot():
-    return _tokamax().ragged_dot if _has_tokamax() else lax.ragged_dot
+def _ragged(lhs, rhs, group_sizes, dims):
+    if _has_tokamax() and lhs.dtype == jnp.bfloat16:
+        import tokamax
 
-
-def _ragged_dot_general():
-    return _tokamax().ragged_dot_general if _has_tokamax() else lax.ragged_dot_general
+        kind = jax.typeof(lhs).manual_axis_type
+        return tokamax.ragged_dot_general(
+            lhs,
+            rhs,
+            group_sizes,
+            dims,
+            preferred_element_type=jnp.float32,
+            manual_axis_type=kind if kind.varying else None,
+        )
+    return lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=jnp.float32)
 
 
 @functools.cache
@@ -146,9 +152,3 @@ def _has_tokamax() -> bool:
     if jax.default_backend() != "gpu" or importlib.util.find_spec("tokamax") is None:
         return False
     return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
-
-
-def _tokamax():
-    import tokamax
-
-    return tokamax

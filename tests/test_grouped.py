@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_megamoe import _grouped
 from jax_megamoe._grouped import grouped_matmul, grouped_outer
 
 
@@ -71,6 +72,19 @@ def test_rows_beyond_the_groups_do_not_matter(fill, sizes, dtype):
     dirty = products(lhs.at[96:].set(fill), rhs, outer_rhs.at[96:].set(fill), group_sizes)
     for a, b in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loop_equals_ragged_dot(dtype):
+    # What other backends run instead of the loop.
+    lhs, rhs, outer_rhs, sizes = make([5, 0, 130, 1], 150, dtype=dtype)
+    lhs = lhs.at[136:].set(np.nan)
+    init = jnp.ones(rhs.shape)
+    got = _grouped._matmul_ragged(lhs, rhs, sizes)
+    np.testing.assert_allclose(got, grouped_matmul(lhs, rhs, sizes), rtol=1e-5, atol=1e-4)
+    got = _grouped._outer_ragged(lhs, outer_rhs, sizes, init)
+    want = grouped_outer(lhs, outer_rhs, sizes, init)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 def test_one_row_changes_only_its_own_result():
