@@ -7,7 +7,6 @@ result, and their own results are zero. Groups without rows get exact zeros.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 
 import jax
@@ -146,9 +145,8 @@ def _ragged(lhs, rhs, group_sizes, dims):
     return lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=jnp.float32)
 
 
-@functools.cache
 def _has_tokamax() -> bool:
     """Whether tokamax is installed and its Mosaic GPU kernels support the device (Hopper)."""
-    if jax.default_backend() != "gpu" or importlib.util.find_spec("tokamax") is None:
+    if _mesh.platform() != "gpu" or importlib.util.find_spec("tokamax") is None:
         return False
-    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+    return jax.local_devices(backend="gpu")[0].compute_capability == "9.0"

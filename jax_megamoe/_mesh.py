@@ -46,6 +46,17 @@ def varying(a: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(a).manual_axis_type.varying)
 
 
+def check_unsharded(**arrays: jax.Array) -> None:
+    """Refuses arrays that are sharded over Explicit axes where one shard is expected."""
+    for name, a in arrays.items():
+        axes = [axis for axis in jax.typeof(a).sharding.spec if axis is not None]
+        if axes:
+            raise ValueError(
+                f"{name} is sharded over {', '.join(map(repr, axes))}; moe_mlp takes one shard: "
+                "call it inside a jax.shard_map, or call moe"
+            )
+
+
 def vary_alike(axis_name: str | None, *arrays: jax.Array) -> list[jax.Array]:
     """Makes all arrays vary over the same axes: those of any of them, and the expert axis.
 

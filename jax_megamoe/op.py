@@ -93,6 +93,7 @@ def moe_mlp(
     """
     ranks = _mesh.axis_size(axis_name)
     _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
+    _mesh.check_unsharded(x=x, expert_ids=expert_ids, w_gate=w_gate, w_up=w_up, w_down=w_down)
     chosen = _implementation.choose(
         config, axis_name, hidden=w_gate.shape[1], intermediate=w_gate.shape[2]
     )

@@ -1,11 +1,20 @@
-"""Eight virtual CPU devices for every test; GPU tests skip, with the reason, without a GPU."""
+"""Eight virtual CPU devices for every test; GPU tests skip, with the reason, without a GPU.
 
+Where there are GPUs the CPU stays the default, for the tests that want eight devices; tests marked
+`gpu` or `multigpu` get the first GPU as the default device.
+"""
+
+import importlib.util
 import os
+import pathlib
 
-# Both before jax is imported.
+# All before jax is imported.
 _FLAG = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+_plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_cuda = pathlib.Path("/dev/nvidiactl").exists() and any(map(importlib.util.find_spec, _plugins))
+os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if _cuda else "cpu")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -20,10 +29,26 @@ def implementation(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def default_device(request):
+    if any(request.node.get_closest_marker(m) for m in ("gpu", "multigpu")):
+        with jax.default_device(jax.devices("gpu")[0]):
+            yield
+    else:
+        yield
+
+
 def pytest_collection_modifyitems(items):
-    hopper = [d for d in jax.devices() if getattr(d, "compute_capability", None) == "9.0"]
+    hopper = [d for d in _gpus() if d.compute_capability == "9.0"]
     for item in items:
         for marker, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(marker) and len(hopper) < needed:
                 reason = f"needs {needed} Hopper GPU(s), found {len(hopper)}"
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _gpus():
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Shape, make_inputs, make_mesh, require_ffi
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MoEConfig, _implementation, _runtime, moe, moe_mlp
@@ -110,6 +111,15 @@ def sharded_over_data(mesh):
     return jax.shard_map(
         lambda *a: moe_mlp(*a, axis_name="expert"), mesh=mesh, in_specs=specs, out_specs=P("data")
     )
+
+
+def test_global_arrays_instead_of_a_shard():
+    mesh = make_mesh((4,), ("data",), explicit=True)
+    for name, spec in (("x", P("data")), ("w_up", P("data"))):
+        args = arguments()
+        args[name] = jax.device_put(args[name], NamedSharding(mesh, spec))
+        with pytest.raises(ValueError, match=f"^{name} is sharded over 'data'; .* call moe"):
+            jax.jit(lambda a: moe_mlp(**a))(args)
 
 
 class TestMoe:

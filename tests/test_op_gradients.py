@@ -147,6 +147,16 @@ def test_finite_differences(implementation, field):
     assert got == pytest.approx(want, rel=1e-3)
 
 
+@pytest.mark.parametrize("field", Results._fields)
+def test_the_comparison_sees_one_wrong_tile(field):
+    # As small as the values are, and in one expert of eight.
+    want = oracle(make_inputs(scale=1e-3, dy_scale=1e-8))
+    array = np.array(getattr(want, field))
+    array[-1, ..., :8] *= 1.5
+    with pytest.raises(AssertionError, match=f"^{field}"):
+        assert_close(want._replace(**{field: array}), want, BF16)
+
+
 def test_stats(implementation):
     inputs = make_inputs(routing="holes")
     config = MoEConfig(implementation=implementation)
