@@ -185,14 +185,13 @@ def test_one_expert_per_token_trains_the_router():
         np.testing.assert_allclose(run(layer, x[t : t + 1])[0][0], y[t], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("count", "experts"), [(1, 2), (3, 2), (4, 8)])
+@pytest.mark.parametrize(("count", "experts"), [(3, 2), (4, 8)])
 def test_every_expert_for_every_token(count, experts):
-    x, results = tokens(count), []
-    for norm in (True, False):
-        layer = make(experts=experts, top_k=experts, norm_topk_prob=norm)
-        results.append(check_against_dense(layer, x, norm_topk_prob=norm)[1])
-    for name in results[0]:
-        assert relative_error(results[0][name], results[1][name]) < 1e-5
+    x, options = tokens(count), {"experts": experts, "top_k": experts}
+    _, normed = check_against_dense(make(**options), x)
+    _, _, raw = gradients(make(**options, norm_topk_prob=False), x)
+    for name in raw:
+        assert relative_error(normed[name], raw[name]) < 1e-5
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -416,13 +415,11 @@ def step(apply, params, x, coef=1.0):
 
 
 def test_statistics_are_counted_once_under_recomputation_and_scan():
-    layers, x, results = stacked(2), tokens(4, 8), []
-    for build, remat in ((looped_nnx, "none"), (looped_nnx, "full"), (scanned_nnx, "full")):
-        (_, (_, aux)), grads = step(*build(layers, remat), x)
+    layers, x = stacked(2), tokens(4, 8)
+    (_, (_, want)), want_grads = step(*scanned_nnx(layers, "none"), x)
+    for build in (scanned_nnx, looped_nnx):
+        (_, (_, aux)), grads = step(*build(layers, "full"), x)
         np.testing.assert_array_equal(aux.expert_load.sum(-1), [64, 64])
-        results.append((aux, grads))
-    (want, want_grads), *others = results
-    for aux, grads in others:
         np.testing.assert_array_equal(aux.expert_load, want.expert_load)
         assert relative_error(aux.load_balancing_loss, want.load_balancing_loss) < 1e-6
         for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
@@ -446,12 +443,7 @@ def test_near_ties_are_routed_alike_in_every_recomputation():
     logits = np.sort(np.asarray(aux.router_logits), -1)
     gap = logits[:, -2] - logits[:, -3]
     assert (gap < 2.0**-8 * np.abs(logits[:, -2])).all() and (gap > 0).mean() > 0.4
-    for apply, remat in (
-        (from_nnx, "full"),
-        (from_nnx, "save_routing"),
-        (from_linen, "full"),
-        (from_linen, "save_routing"),
-    ):
+    for apply, remat in ((from_nnx, "full"), (from_nnx, "save_routing"), (from_linen, "full")):
         (_, (_, other)), other_grads = step(REMAT[remat](apply), params, x)
         assert bits(other.routing.expert_ids) == bits(aux.routing.expert_ids)
         assert jax.tree.map(bits, other_grads) == jax.tree.map(bits, grads)

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import require_ffi
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_megamoe.linen
 import jax_megamoe.nnx
+from jax_megamoe import MoEConfig
 
 P = PartitionSpec
 H, I, E, K = 16, 32, 8, 2  # noqa: E741
@@ -101,6 +103,21 @@ def test_one_step_is_that_of_one_device(data, expert, axis_type):
     for replicated in (model.moe.router, model.before, model.after):
         copies = [np.asarray(s.data).tobytes() for s in replicated[...].addressable_shards]
         assert len(copies) == mesh.size and len(set(copies)) == 1
+
+
+def test_one_step_through_the_custom_calls():
+    require_ffi()
+    want_value, want_load, want_grads, _ = one_device()
+    mesh = mesh_of(2, 2)
+    with jax.set_mesh(mesh):
+        config = MoEConfig(implementation="ffi")
+        model = Model(nnx.Rngs(0), expert_axis="expert", config=config)
+        x, target = jax.device_put(tuple(batch()), NamedSharding(mesh, P(AXES)))
+        value, load, grads = sgd_step(model, x, target)
+    assert value == pytest.approx(want_value, rel=1e-5)
+    np.testing.assert_array_equal(load, want_load)
+    for name, got in flat(grads).items():
+        assert relative_error(got, want_grads[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

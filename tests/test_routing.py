@@ -1,6 +1,8 @@
 """`route`, the balancing losses and the bias update against NumPy, and their edges."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax_megamoe import routing
 from jax_megamoe.routing import update_expert_bias
 
 P = PartitionSpec
+GOLDEN = Path(__file__).parent / "data" / "qwen3_moe"
 # Compiled as wholes: operation by operation each new shape costs many small compilations.
 route = jax.jit(routing.route, static_argnames=("top_k", "score", "norm_topk_prob"))
 load_balancing_loss = jax.jit(
@@ -374,6 +377,20 @@ def test_loss_is_hugging_faces_on_random_routing(score):
     layers = [numpy_aux(probs[i], r.expert_ids[i], 8) for i in range(3)]
     got = load_balancing_loss(r.probs, r.expert_ids, layers="mean")
     assert got == pytest.approx(np.mean(layers), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["base", "tied_dense", "sharded"])
+def test_hugging_faces_routing_and_loss(model):
+    """Qwen3-MoE of transformers, from the router's logits on. tied_dense does not renormalise."""
+    golden = np.load(GOLDEN / model / "golden.npz")
+    config = json.loads((GOLDEN / model / "config_v4.json").read_text())
+    options = {"norm_topk_prob": config["norm_topk_prob"]}
+    logits, top_k = golden["router_logits"], config["num_experts_per_tok"]
+    r = route(logits, top_k, **options)
+    np.testing.assert_array_equal(r.expert_ids, golden["router_topk_ids"])
+    assert relative_error(r.expert_weights, golden["router_topk_weights"]) < 1e-6
+    aux = load_balancing_loss(r.probs, r.expert_ids)
+    assert aux == pytest.approx(float(golden["aux_loss"]), rel=1e-5)
 
 
 def test_padding_is_left_out_of_the_losses():
