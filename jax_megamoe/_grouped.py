@@ -106,7 +106,7 @@ def _row_tiles(group_sizes, rows, tile):
     tile_ends = jnp.cumsum(tiles)
 
     def locate(t):
-        group = jnp.searchsorted(tile_ends, t, side="right", method="compare_all")
+        group = (tile_ends <= t).sum()
         first = ends[group] - group_sizes[group] + (t - tile_ends[group] + tiles[group]) * tile
         start = jnp.minimum(first, rows - tile)
         row = start + jnp.arange(tile)

@@ -119,7 +119,7 @@ def moe(
     *,
     mesh: Mesh | None = None,
     expert_axis: str,
-    token_axes: Sequence[str] | None = None,
+    token_axes: str | Sequence[str] | None = None,
     config: MoEConfig = MoEConfig(),
 ) -> jax.Array:
     """Computes `moe_mlp` for global arrays; opens the `jax.shard_map` itself.
@@ -166,6 +166,8 @@ def moe(
       (2, 3, 4)
     """
     mesh = _mesh.resolve(mesh, expert_axis)
+    if isinstance(token_axes, str):
+        token_axes = (token_axes,)
     token_axes = tuple(mesh.axis_names if token_axes is None else token_axes)
     _mesh.check_axes("token_axes", token_axes, mesh)
     _check.leading_dimensions(x, expert_ids, expert_weights)

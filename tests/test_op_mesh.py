@@ -52,6 +52,22 @@ def test_tokens_replicated_over_data(implementation, check_vma):
     assert_close(jax.jit(functools.partial(results_of, f))(inputs), oracle(inputs), F32)
 
 
+def test_axes_left_to_the_compiler():
+    # Manual over "expert" alone; the compiler splits the tokens over "data".
+    inputs = make_inputs()
+    mesh = make_mesh((2, 4), ("data", "expert"))
+    f = jax.shard_map(
+        functools.partial(moe_mlp, axis_name="expert", config=MoEConfig(implementation="xla")),
+        mesh=mesh,
+        axis_names={"expert"},
+        in_specs=(P("expert"),) * 6,
+        out_specs=P("expert"),
+    )
+    spread = jax.device_put(inputs, NamedSharding(mesh, P(("expert", "data"))))
+    spread = inputs._replace(x=spread.x, dy=spread.dy)
+    assert_close(jax.jit(functools.partial(results_of, f))(spread), oracle(inputs), F32)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
 def test_loss_reduced_inside_the_shard_map(implementation, reduce, check_vma):
@@ -234,7 +250,7 @@ def test_moe_leading_dimensions(shape, explicit):
     assert_close(run_moe("xla", mesh, shape, inputs), oracle(inputs), F32)
 
 
-@pytest.mark.parametrize("token_axes", [(), ("data",), ("expert",), ("expert", "data")])
+@pytest.mark.parametrize("token_axes", [(), "data", ("expert",), ("expert", "data")])
 @pytest.mark.parametrize("implementation_", ["xla", "ffi"])
 def test_moe_token_axes(implementation_, token_axes):
     # Tokens replicated over the expert axis are computed by every rank, and count once.
