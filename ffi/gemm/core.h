@@ -66,23 +66,15 @@ struct Stages {
   }
 };
 
-// Position in the ring; `phase` flips with every turn around it.
-template <int kStages>
+// Position in a ring of kSlots: one register, which matters to the consumers.
+template <int kSlots>
 struct RingState {
-  int index = 0;
-  uint32_t phase = 0;
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  uint32_t count = 0;
 
-  __device__ void advance() {
-    if (++index == kStages) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ void advance(int steps) {
-    index += steps;
-    phase ^= (index / kStages) & 1;
-    index %= kStages;
-  }
+  __device__ int index() const { return static_cast<int>(count % kSlots); }
+  __device__ uint32_t phase() const { return count / kSlots & 1; }
+  __device__ void advance(int steps = 1) { count += steps; }
 };
 
 // Shared-memory matrix descriptor of a 128-byte swizzled operand, in units of 16 bytes.
@@ -133,6 +125,22 @@ __device__ __forceinline__ void fence_accumulators(float* d) {
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
+// kPingPong: the warpgroups multiply in turns. Besides keeping one ahead of the other, this keeps a
+// warpgroup from waiting for a stage more than one turn of the ring before it is filled: a barrier's
+// parity cannot tell two turns apart, and the wait would end too early.
+struct Turns {
+  // Before the first tile, by all consumers: `first` is the warpgroup that owns it.
+  static __device__ void start(uint32_t warpgroup, uint32_t first) {
+    if (warpgroup != first) pass(warpgroup);
+  }
+  static __device__ __forceinline__ void take(uint32_t warpgroup) {
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
+  }
+  static __device__ __forceinline__ void pass(uint32_t warpgroup) {
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, 1 - warpgroup);
+  }
+};
+
 template <Sharing kSharing, int kStages>
 __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index) {
   if (threadIdx.x % 32 < (kSharing == Sharing::kCooperative ? 1 : 2)) stages.empty[index].arrive();
@@ -142,20 +150,21 @@ __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index
 // `accumulate`, from what it holds. `warpgroup` is the consumer's number, 0 or 1.
 template <Sharing kSharing, Major kA, Major kB, int kStages>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
-                                         int warpgroup, int k_blocks, bool accumulate, float* d) {
+                                         uint32_t warpgroup, int k_blocks, bool accumulate,
+                                         float* d) {
   constexpr int kN = Tile<kSharing>::kN;
   constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
   using Atom = typename Wgmma<kN, kA, kB>::Atom;
   const uint64_t first_row_block = kSharing == Sharing::kCooperative ? warpgroup : 0;
 
   fence_accumulators<kAccumulators<kSharing>>(d);
-  int previous = 0;
+  if constexpr (kSharing == Sharing::kPingPong) Turns::take(warpgroup);
 #pragma unroll 1
   for (int kb = 0; kb < k_blocks; ++kb) {
-    stages.full[ring.index].wait(ring.phase);
+    stages.full[ring.index()].wait(ring.phase());
     const uint64_t a =
-        matrix_descriptor<kA>(stages.a[ring.index]) + first_row_block * kStepM64;
-    const uint64_t b = matrix_descriptor<kB>(stages.b[ring.index]);
+        matrix_descriptor<kA>(stages.a[ring.index()]) + first_row_block * kStepM64;
+    const uint64_t b = matrix_descriptor<kB>(stages.b[ring.index()]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kBlockK / 16; ++k) {
@@ -168,14 +177,14 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
     cute::warpgroup_commit_batch();
     if (kb > 0) {
       cute::warpgroup_wait<1>();
-      release_stage<kSharing>(stages, previous);
+      release_stage<kSharing>(stages, (ring.count - 1) % kStages);
     }
-    previous = ring.index;
     ring.advance();
   }
+  if constexpr (kSharing == Sharing::kPingPong) Turns::pass(warpgroup);
   cute::warpgroup_wait<0>();
   fence_accumulators<kAccumulators<kSharing>>(d);
-  if (k_blocks > 0) release_stage<kSharing>(stages, previous);
+  if (k_blocks > 0) release_stage<kSharing>(stages, (ring.count - 1) % kStages);
 }
 
 }  // namespace megamoe

@@ -18,10 +18,18 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// The thread's lane, read where it is needed: an epilogue's addresses, derived from it, must not be
+// kept in registers through the main loop, which the compiler would do with threadIdx.
+__device__ __forceinline__ int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 // Row of the warp's 16 and 16-byte chunk (0 or 1) of 16 columns that this lane addresses in
 // store_16_columns.
-__device__ __forceinline__ int fragment_row() { return threadIdx.x % 16; }
-__device__ __forceinline__ int fragment_chunk() { return threadIdx.x % 32 / 16; }
+__device__ __forceinline__ int fragment_row(int lane) { return lane % 16; }
+__device__ __forceinline__ int fragment_chunk(int lane) { return lane / 16; }
 
 // Stores 16 columns (values d[0..8)) of the warp's 16 rows as bf16; `address` is where this lane's
 // fragment_row() and fragment_chunk() go.
@@ -93,10 +101,11 @@ __device__ __forceinline__ void commit_box(StoreQueue& queue, uint32_t& count) {
 
 // Fills one box with 32 bf16 columns, values d[0..16) of the 64-row block.
 __device__ __forceinline__ void fill_box(uint8_t* box, const float* d) {
-  const int row = threadIdx.x % kWarpgroup / 32 * 16 + fragment_row();
+  const int lane = lane_here();
+  const int row = threadIdx.x % kWarpgroup / 32 * 16 + fragment_row(lane);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    store_16_columns(d + 8 * j, box + box_offset(row, 2 * j + fragment_chunk()));
+    store_16_columns(d + 8 * j, box + box_offset(row, 2 * j + fragment_chunk(lane)));
   }
 }
 

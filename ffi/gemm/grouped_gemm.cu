@@ -11,8 +11,9 @@ namespace megamoe {
 namespace {
 
 constexpr int kStages = 4;
-constexpr int kTileSlots = 2;
+constexpr int kTileSlots = 4;
 constexpr int kStorers = kConsumerWarpgroups;
+constexpr int kMaxGroups = 256;
 
 struct Work {
   TilePlace place;
@@ -23,6 +24,7 @@ struct Shared {
   Stages<kStages> stages;
   StoreQueue store[kConsumerWarpgroups];
   TileRing<Work, kTileSlots> tiles;
+  int32_t tile_start[kMaxGroups + 1];
 };
 
 struct Maps {
@@ -98,7 +100,7 @@ __device__ __forceinline__ Work place_work(const Geometry& geometry, const int* 
 template <Product kProduct, Sharing kSharing>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Maps maps, Geometry geometry,
-                        const int32_t* __restrict__ tile_start, int32_t* counter) {
+                        const int32_t* __restrict__ tile_starts, int32_t* counter) {
   constexpr int kTileN = Tile<kSharing>::kN;
   constexpr int kOutN = kProduct == Product::kGateUp ? kTileN / 2 : kTileN;
   constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
@@ -114,6 +116,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.tiles.init(kConsumerWarpgroups * 4 + kStorers);
     cutlass::arch::fence_barrier_init();
   }
+  int32_t* tile_start = shared.tile_start;
+  for (int g = threadIdx.x; g <= geometry.groups; g += kThreads) tile_start[g] = tile_starts[g];
   __syncthreads();
 
   if (warp < 4) {
@@ -131,22 +135,22 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (work.k_blocks == 0) next = place_work<kProduct>(geometry, tile_start, index);
         for (int kb = 0; kb < work.k_blocks; ++kb) {
           if (kb == look_ahead) next = place_work<kProduct>(geometry, tile_start, index);
-          shared.stages.empty[ring.index].wait(ring.phase ^ 1);
-          shared.stages.full[ring.index].arrive_and_expect_tx(kStageBytesA +
+          shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
+          shared.stages.full[ring.index()].arrive_and_expect_tx(kStageBytesA +
                                                               kTileN * kBlockK * 2);
           load_stage<kProduct, kTileN>(maps, geometry, work.place, tile_start, kb, shared.stages,
-                                       ring.index);
+                                       ring.index());
           ring.advance();
         }
       }
     } else if (warp == 1 || warp == 2) {
-      const int owner = warp - 1;
+      const uint32_t owner = warp - 1;
       RingState<kTileSlots> tile_ring;
       uint32_t boxes = 0;
-      for (int number = 0;; ++number) {
-        const Work work = shared.tiles.pop(tile_ring);
+      for (;; shared.tiles.next(tile_ring)) {
+        const Work& work = shared.tiles.peek(tile_ring);
         if (work.k_blocks < 0) break;
-        if (kAlternate && number % 2 != owner) continue;
+        if (kAlternate && tile_ring.count % 2 != owner) continue;
         if (threadIdx.x % 32 == 0) {
           drain_boxes(shared.store[owner], boxes, kBoxes, [&](int i, const void* box) {
             const int column = work.place.n * kOutN + i % (kOutN / 32) * 32;
@@ -155,24 +159,24 @@ __global__ void __launch_bounds__(kThreads, 1)
             cute::SM90_TMA_STORE_2D::copy(&maps.out, box, column, row);
           });
         }
-        __syncwarp();
       }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
-    const int warpgroup = warp / 4 - 1;
+    const uint32_t warpgroup = warp / 4 - 1;
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     StoreQueue& queue = shared.store[warpgroup];
     uint32_t boxes = 0;
-    for (int number = 0;; ++number) {
-      const Work work = shared.tiles.pop(tile_ring);
+    float acc[kAccumulators<kSharing>] = {};
+    if (kAlternate) Turns::start(warpgroup, 0);
+    for (;; shared.tiles.next(tile_ring)) {
+      const Work& work = shared.tiles.peek(tile_ring);
       if (work.k_blocks < 0) break;
-      if (kAlternate && number % 2 != warpgroup) {
+      if (kAlternate && tile_ring.count % 2 != warpgroup) {
         ring.advance(work.k_blocks);
         continue;
       }
-      float acc[kAccumulators<kSharing>];
       if (work.k_blocks == 0) {
 #pragma unroll
         for (float& value : acc) value = 0.0f;
@@ -210,6 +214,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   Geometry geometry{};
   geometry.groups = static_cast<int>(call.groups);
   int64_t out_rows = call.rows, out_columns = 0, out_tile = kTileN;
+  if (call.groups > kMaxGroups) return "at most 256 groups";
   std::string error;
   const auto check = [&](std::string e) {
     if (error.empty()) error = std::move(e);

@@ -55,19 +55,21 @@ struct TileRing {
   }
   // One thread.
   __device__ __forceinline__ void push(RingState<kSlots>& at, const Work& next) {
-    empty[at.index].wait(at.phase ^ 1);
-    work[at.index] = next;
-    full[at.index].arrive();
+    empty[at.index()].wait(at.phase() ^ 1);
+    work[at.index()] = next;
+    full[at.index()].arrive();
     at.advance();
   }
-  // A warp; one lane of it counts as a reader.
-  __device__ __forceinline__ Work pop(RingState<kSlots>& at) {
-    full[at.index].wait(at.phase);
-    const Work next = work[at.index];
+  // A warp: the work at its place in the ring, which stays readable until the warp moves on. One lane
+  // of each warp counts as a reader.
+  __device__ __forceinline__ const Work& peek(const RingState<kSlots>& at) {
+    full[at.index()].wait(at.phase());
+    return work[at.index()];
+  }
+  __device__ __forceinline__ void next(RingState<kSlots>& at) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[at.index].arrive();
+    if (threadIdx.x % 32 == 0) empty[at.index()].arrive();
     at.advance();
-    return next;
   }
 };
 

@@ -23,7 +23,7 @@
 namespace megamoe {
 
 constexpr int kStages = 4;
-constexpr int kTileSlots = 2;
+constexpr int kTileSlots = 4;
 constexpr int kPullStages = 3;
 constexpr int kPullBytes = 4096;
 constexpr int kPullEntries = 4;  // source tokens claimed at a time, at most
@@ -281,8 +281,8 @@ struct Experts {
             fence_bulk_copies();
           }
         }
-        shared.stages.empty[ring.index].wait(ring.phase ^ 1);
-        load_stage(work, kb, ring.index);
+        shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
+        load_stage(work, kb, ring.index());
         ring.advance();
       }
     }
@@ -293,22 +293,19 @@ struct Experts {
   __device__ void store(int warpgroup) {
     RingState<kTileSlots> tile_ring;
     uint32_t boxes = 0;
-    for (;;) {
-      const Work work = shared.tiles.pop(tile_ring);
+    for (;; shared.tiles.next(tile_ring)) {
+      const Work& work = shared.tiles.peek(tile_ring);
       if (work.kind == Kind::kEnd) return;
-      if (work.kind == Kind::kDown) continue;
-      if (threadIdx.x % 32 == 0) {
-        const TilePlace& tile = work.place;
-        drain_boxes(shared.store[warpgroup], boxes, kGateUpColumns / 32,
-                    [&](int i, const void* box) {
-                      cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box,
-                                                    tile.n * kGateUpColumns + i * 32,
-                                                    tile.m * kTileM + warpgroup * kBoxRows);
-                    });
-        fence_bulk_copies();
-        add_release_device(&args.activated[tile.m], 1);
-      }
-      __syncwarp();
+      if (work.kind == Kind::kDown || threadIdx.x % 32 != 0) continue;
+      const TilePlace tile = work.place;
+      drain_boxes(shared.store[warpgroup], boxes, kGateUpColumns / 32,
+                  [&](int i, const void* box) {
+                    cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box,
+                                                  tile.n * kGateUpColumns + i * 32,
+                                                  tile.m * kTileM + warpgroup * kBoxRows);
+                  });
+      fence_bulk_copies();
+      add_release_device(&args.activated[tile.m], 1);
     }
   }
 
@@ -358,7 +355,7 @@ struct Experts {
   // row of each of the warp's rows, 0 for padding; `buffer` is 2 KB of this warp.
   __device__ __forceinline__ void push_rows(const float* d, uint8_t* buffer, uint64_t target,
                                             int column) {
-    const int lane = threadIdx.x % 32;
+    const int lane = lane_here();
     const auto at = [buffer](int row, int chunk) {
       return buffer + row * 128 + ((chunk ^ (row & 7)) << 4);
     };
@@ -366,7 +363,7 @@ struct Experts {
     for (int c = 0; c < kDownN / 64; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        store_16_columns(d + 32 * c + 8 * j, at(fragment_row(), 2 * j + fragment_chunk()));
+        store_16_columns(d + 32 * c + 8 * j, at(fragment_row(lane), 2 * j + fragment_chunk(lane)));
       }
       __syncwarp();
       const bool inside = column + 64 * c < args.hidden;  // hidden is a multiple of 64
@@ -386,45 +383,48 @@ struct Experts {
   __device__ __forceinline__ void down_tile(const TilePlace& tile, int warpgroup,
                                             RingState<kStages>& ring, float* acc) {
     constexpr int kRowBlocks = Tile<kDownSharing>::kRowBlocks;
+    multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup,
+                                                args.intermediate / kBlockK, false, acc);
     const int warp = threadIdx.x % kWarpgroup / 32;
     const int first = tile.m * kTileM + warp * 16 +
                       (kDownSharing == Sharing::kCooperative ? warpgroup * 64 : 0);
-    multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup,
-                                                args.intermediate / kBlockK, false, acc);
     uint8_t* buffer = shared.store[warpgroup].box[0] + warp * 2048;
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
-      const int row = first + m * 64 + threadIdx.x % 16;
+      const int row = first + m * 64 + lane_here() % 16;
       const uint64_t target =
           row < shared.row_end[tile.group] ? args.row_target[first_row() + row] : 0;
       push_rows(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN);
     }
   }
 
-  __device__ void consume(int warpgroup) {
+  // All gate/up tiles come before all down tiles. Two loops, so that the accumulators and addresses of
+  // one take no registers in the other; each loop's accumulators start defined for the same reason.
+  __device__ void consume(uint32_t warpgroup) {
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     uint32_t boxes = 0;
-    int downs = 0;
-    float acc[kAccumulators<kDownSharing>];
-    for (;;) {
-      const Work work = shared.tiles.pop(tile_ring);
-      if (work.kind == Kind::kEnd) break;
-      if (work.kind == Kind::kGateUp) {
+    {
+      float acc[kAccumulators<Sharing::kCooperative>] = {};
+      for (;; shared.tiles.next(tile_ring)) {
+        const Work& work = shared.tiles.peek(tile_ring);
+        if (work.kind != Kind::kGateUp) break;
         gate_up_tile(work.place, warpgroup, ring, boxes, acc);
-        continue;
       }
-      if (downs == 0) {
-        // From here on the boxes are this warp's own: the last stores have read them.
-        acquire_box(shared.store[warpgroup], boxes);
-        acquire_box(shared.store[warpgroup], boxes + 1);
-      }
-      if (kDownSharing == Sharing::kPingPong && downs++ % 2 != warpgroup) {
+    }
+    // From here on the boxes are the warps' own: the last stores have read them.
+    acquire_box(shared.store[warpgroup], boxes);
+    acquire_box(shared.store[warpgroup], boxes + 1);
+    float acc[kAccumulators<kDownSharing>] = {};
+    if (kDownSharing == Sharing::kPingPong) Turns::start(warpgroup, tile_ring.count % 2);
+    for (;; shared.tiles.next(tile_ring)) {
+      const Work& work = shared.tiles.peek(tile_ring);
+      if (work.kind == Kind::kEnd) break;
+      if (kDownSharing == Sharing::kPingPong && tile_ring.count % 2 != warpgroup) {
         ring.advance(args.intermediate / kBlockK);
-        continue;
+      } else {
+        down_tile(work.place, warpgroup, ring, acc);
       }
-      if (kDownSharing == Sharing::kCooperative) downs = 1;
-      down_tile(work.place, warpgroup, ring, acc);
     }
     __threadfence_system();
   }
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kPingPong ? 56 : 80>();
+    cutlass::arch::warpgroup_reg_dealloc<kPingPong ? 40 : 80>();
     if (warp == 0) {
       if (threadIdx.x == 0) experts.load();
     } else if (warp == 1) {
@@ -460,7 +460,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       experts.store(warp - 2);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kPingPong ? 224 : 208>();
+    cutlass::arch::warpgroup_reg_alloc<kPingPong ? 232 : 208>();
     experts.consume(warp / 4 - 1);
   }
 }
