@@ -122,13 +122,7 @@ class Layer:
             x = jnp.where(token_mask[..., None], x, 0)
 
         with jax.named_scope("moe_router"):
-            # From x as it came, in fp32 with no reduced-precision passes: a logit rounded to bf16
-            # decides between experts that differ by less than its step.
-            logits = jnp.matmul(
-                x.astype(jnp.float32),
-                router.astype(jnp.float32),
-                precision=jax.lax.Precision.HIGHEST,
-            )
+            logits = _router_logits(x, router)
             logits = checkpoint_name(logits, ROUTER_LOGITS)
             ids, weights, probs = route(
                 logits,
@@ -174,3 +168,14 @@ class Layer:
             )
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
         return moe_mlp(*flat, w_gate, w_up, w_down, config=self.config).reshape(x.shape)
+
+
+# Recomputed for the gradient, so that x is kept as it is and not as a copy in fp32.
+@jax.checkpoint
+def _router_logits(x, router):
+    """From x as it came, in fp32 without reduced-precision passes.
+
+    A logit rounded to bf16 decides between experts that differ by less than its step.
+    """
+    x, router = x.astype(jnp.float32), router.astype(jnp.float32)
+    return jnp.matmul(x, router, precision=jax.lax.Precision.HIGHEST)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jax_megamoe.linen
 import jax_megamoe.nnx
@@ -510,6 +510,30 @@ def test_nnx_remat_and_scan_transforms():
         assert relative_error(got, want[name]) < 1e-5, name
 
 
+def test_linen_remat_and_scan_transforms():
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, _):
+            y, aux = jax_megamoe.linen.MoE(H, I, E, K, name="moe")(x)
+            return x + y, aux
+
+    def scanned(block):
+        return linen.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+
+    x = tokens(8)
+    rematerialised = linen.remat(Block, policy=jax_megamoe.linen.save_routing)
+    variables = scanned(Block)().init(jax.random.key(0), x, None)
+    results = [
+        step(lambda v, x, b=block: scanned(b)().apply(v, x, None), variables, x)
+        for block in (Block, rematerialised)
+    ]
+    ((_, (_, want)), want_grads), ((_, (_, aux)), grads) = results
+    np.testing.assert_array_equal(aux.expert_load.sum(-1), [8 * K] * 2)
+    np.testing.assert_array_equal(aux.expert_load, want.expert_load)
+    for got, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert relative_error(got, expected) < 1e-6
+
+
 def test_every_checkpoint_name_occurs():
     layer = make()
     jaxpr = str(jax.make_jaxpr(layer)(tokens(4)))
@@ -533,6 +557,16 @@ def test_the_ready_policy_keeps_the_routing_and_nothing_else(capsys):
     kept = [s for s in kept if "from a constant" not in s]
     shapes = sorted(s.split(" ")[0] for s in kept)
     assert shapes == [f"f32[4,{K}]", f"f32[4,{E}]", f"i32[4,{K}]"], kept
+
+
+def test_a_bf16_token_is_not_kept_in_fp32(capsys):
+    layer, x = make(dtype=jnp.bfloat16), tokens(4, dtype=jnp.bfloat16)
+    graphdef, state = nnx.split(layer)
+    jax.ad_checkpoint.print_saved_residuals(
+        lambda s, x: nnx.merge(graphdef, s)(x)[0].astype(jnp.float32).sum(), state, x
+    )
+    out = capsys.readouterr().out
+    assert f"bf16[4,{H}]" in out and f"f32[4,{H}]" not in out
 
 
 def test_stages_are_named():
