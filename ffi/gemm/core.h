@@ -148,12 +148,12 @@ __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index
 
 // Multiplies `k_blocks` stages of the ring into d[kAccumulators], which starts from zero or, with
 // `accumulate`, from what it holds. `warpgroup` is the consumer's number, 0 or 1.
-template <Sharing kSharing, Major kA, Major kB, int kStages>
+template <Sharing kSharing, Major kA, Major kB, int kRowBlocks = Tile<kSharing>::kRowBlocks,
+          int kStages>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
                                          uint32_t warpgroup, int k_blocks, bool accumulate,
                                          float* d) {
   constexpr int kN = Tile<kSharing>::kN;
-  constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
   using Atom = typename Wgmma<kN, kA, kB>::Atom;
   const uint64_t first_row_block = kSharing == Sharing::kCooperative ? warpgroup : 0;
 
@@ -185,6 +185,17 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
   cute::warpgroup_wait<0>();
   fence_accumulators<kAccumulators<kSharing>>(d);
   if (k_blocks > 0) release_stage<kSharing>(stages, (ring.count - 1) % kStages);
+}
+
+// kCooperative: takes part in a tile whose rows all belong to the other warpgroup.
+template <int kStages>
+__device__ __forceinline__ void skip(Stages<kStages>& stages, RingState<kStages>& ring,
+                                     int k_blocks) {
+  for (int kb = 0; kb < k_blocks; ++kb) {
+    stages.full[ring.index()].wait(ring.phase());
+    release_stage<Sharing::kCooperative>(stages, ring.index());
+    ring.advance();
+  }
 }
 
 }  // namespace megamoe

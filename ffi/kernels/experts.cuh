@@ -298,12 +298,14 @@ struct Experts {
       if (work.kind == Kind::kEnd) return;
       if (work.kind == Kind::kDown || threadIdx.x % 32 != 0) continue;
       const TilePlace tile = work.place;
-      drain_boxes(shared.store[warpgroup], boxes, kGateUpColumns / 32,
-                  [&](int i, const void* box) {
-                    cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box,
-                                                  tile.n * kGateUpColumns + i * 32,
-                                                  tile.m * kTileM + warpgroup * kBoxRows);
-                  });
+      if (tile_rows(tile) > warpgroup * kBoxRows) {
+        drain_boxes(shared.store[warpgroup], boxes, kGateUpColumns / 32,
+                    [&](int i, const void* box) {
+                      cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box,
+                                                    tile.n * kGateUpColumns + i * 32,
+                                                    tile.m * kTileM + warpgroup * kBoxRows);
+                    });
+      }
       fence_bulk_copies();
       add_release_device(&args.activated[tile.m], 1);
     }
@@ -331,9 +333,15 @@ struct Experts {
     }
   }
 
+  // Rows of the tile that are not padding. A 64-row half of padding is not multiplied.
+  __device__ int tile_rows(const TilePlace& tile) const {
+    return min(kTileM, shared.row_end[tile.group] - tile.m * kTileM);
+  }
+
   __device__ __forceinline__ void gate_up_tile(const TilePlace& tile, int warpgroup,
                                                RingState<kStages>& ring, uint32_t& boxes,
                                                float* acc) {
+    if (tile_rows(tile) <= warpgroup * 64) return skip(shared.stages, ring, args.hidden / kBlockK);
     const int row = first_row() + tile.m * kTileM + warpgroup * 64 +
                     threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
     const float weight[2] = {args.row_weight[row], args.row_weight[row + 8]};
@@ -383,8 +391,18 @@ struct Experts {
   __device__ __forceinline__ void down_tile(const TilePlace& tile, int warpgroup,
                                             RingState<kStages>& ring, float* acc) {
     constexpr int kRowBlocks = Tile<kDownSharing>::kRowBlocks;
-    multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup,
-                                                args.intermediate / kBlockK, false, acc);
+    const int k_blocks = args.intermediate / kBlockK;
+    const bool half = tile_rows(tile) <= 64;
+    if (kDownSharing == Sharing::kCooperative && half && warpgroup == 1) {
+      return skip(shared.stages, ring, k_blocks);
+    }
+    if (kRowBlocks == 2 && half) {
+      multiply<kDownSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup, k_blocks, false,
+                                                     acc);
+    } else {
+      multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup, k_blocks, false,
+                                                  acc);
+    }
     const int warp = threadIdx.x % kWarpgroup / 32;
     const int first = tile.m * kTileM + warp * 16 +
                       (kDownSharing == Sharing::kCooperative ? warpgroup * 64 : 0);
@@ -394,7 +412,7 @@ struct Experts {
       const int row = first + m * 64 + lane_here() % 16;
       const uint64_t target =
           row < shared.row_end[tile.group] ? args.row_target[first_row() + row] : 0;
-      push_rows(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN);
+      if (m == 0 || !half) push_rows(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN);
     }
   }
 

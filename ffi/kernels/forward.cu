@@ -34,8 +34,8 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   const int sms = std::max(1, multiprocessors() - call.reserved_sms);
   const int plan_threads = kPlanWarps * 32;
   const int scratch_bytes = kPlanWarps * sizes.scratch_words() * 4;
-  const int plan_ctas = std::max(1, std::min(2 * sms, (sizes.chunks() + kPlanWarps - 1) / kPlanWarps));
-  const int scan_ctas = sizes.local_experts / kPlanWarps + 1;
+  const int plan_ctas =
+      std::max(1, std::min(sms, (sizes.chunks() + kPlanWarps - 1) / kPlanWarps));
 
   ExpertsMaps maps;
   const int64_t capacity = sizes.capacity_rows;
@@ -57,12 +57,8 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
 
   meet_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, sizes.ranks, call.place,
                                     call.x, call.expert_ids, call.expert_weights);
-  const PlanArgs plan{sizes, layout.common.plan.At(block + layout.common.plan_base), board, layout,
-                      block, shape.hidden * 2};
-  plan_count_kernel<<<plan_ctas, plan_threads, scratch_bytes, stream>>>(plan);
-  plan_scan_kernel<<<scan_ctas, plan_threads, 0, stream>>>(plan);
-  plan_place_kernel<<<plan_ctas, plan_threads, scratch_bytes, stream>>>(plan, call.expert_load,
-                                                                        call.counters);
+  PlanArgs plan{sizes,  layout.common.plan.At(block + layout.common.plan_base),
+                call.directory, board, layout, block, shape.hidden * 2};
   ExpertsArgs args{};
   args.shape = sizes;
   args.plan = plan.plan;
@@ -76,11 +72,14 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.hidden = shape.hidden;
   args.intermediate = shape.intermediate;
   args.swiglu_limit = call.swiglu_limit;
-  const int64_t rounds = AlignUp(sizes.max_pool_rows(), capacity) / capacity;
+  // Round 0 also makes the plan, which reports the loads even where there is nothing to do.
+  const int64_t rounds = std::max<int64_t>(1, AlignUp(sizes.max_pool_rows(), capacity) / capacity);
   for (int round = 0; round < rounds; ++round) {
-    pull_count_kernel<<<plan_ctas, plan_threads, scratch_bytes, stream>>>(plan, round);
-    pull_scan_kernel<<<scan_ctas, plan_threads, 0, stream>>>(plan, round);
-    pull_place_kernel<<<plan_ctas, plan_threads, scratch_bytes, stream>>>(plan, round);
+    int32_t* expert_load = call.expert_load;
+    int32_t* counters = call.counters;
+    void* plan_args[] = {&plan, &round, &expert_load, &counters};
+    cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan_kernel), plan_ctas, plan_threads,
+                                plan_args, scratch_bytes, stream);
     args.round = round;
     experts_kernel<kDownSharing><<<sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
   }
@@ -104,12 +103,7 @@ std::string load_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel :
        {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(finish_kernel),
-        reinterpret_cast<const void*>(plan_count_kernel),
-        reinterpret_cast<const void*>(plan_scan_kernel),
-        reinterpret_cast<const void*>(plan_place_kernel),
-        reinterpret_cast<const void*>(pull_count_kernel),
-        reinterpret_cast<const void*>(pull_scan_kernel),
-        reinterpret_cast<const void*>(pull_place_kernel),
+        reinterpret_cast<const void*>(plan_kernel),
         reinterpret_cast<const void*>(experts_kernel<kDownSharing>),
         reinterpret_cast<const void*>(combine_kernel<float>),
         reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)}) {

@@ -1,4 +1,4 @@
-// The phases of ffi/plan on the device, one warp per team; a kernel boundary between phases.
+// The phases of ffi/plan on the device.
 #pragma once
 
 #include "ffi/kernels/sync.cuh"
@@ -12,148 +12,171 @@ constexpr int kPlanWarps = 8;
 struct PlanArgs {
   PlanShape shape;
   PlanBuffers plan;
+  Directory directory;
   Board* board;
   DeviceLayout layout;
   char* block;
   int32_t row_bytes;  // of a row of the return buffer
 };
 
-__device__ __forceinline__ int plan_warp() { return blockIdx.x * kPlanWarps + threadIdx.x / 32; }
-__device__ __forceinline__ int plan_warps() { return gridDim.x * kPlanWarps; }
+// The phases of the plan as one cooperative kernel of few small CTAs, one warp a team.
+struct Planner {
+  const PlanArgs& args;
+  uint32_t* scratch;  // of this warp
+  int32_t* starts;    // [kMaxLocalExperts + 1] of this CTA
 
-// Gathers the ids of all ranks and counts rows per (expert, chunk).
-__global__ void plan_count_kernel(PlanArgs args) {
-  extern __shared__ uint32_t scratch[];
-  const PlanShape& shape = args.shape;
-  uint32_t* mine = scratch + threadIdx.x / 32 * shape.scratch_words();
-  for (int chunk = plan_warp(); chunk < shape.chunks(); chunk += plan_warps()) {
-    const int64_t token = int64_t{chunk} * kLanes + threadIdx.x % 32;
-    if (token < shape.source_tokens()) {
-      const int source = static_cast<int>(token / shape.tokens);
-      const int32_t* from =
-          args.board->ids[source] + (token - int64_t{source} * shape.tokens) * shape.top_k;
-      int32_t* to = args.plan.ids + token * shape.top_k;
-      for (int slot = 0; slot < shape.top_k; ++slot) to[slot] = from[slot];
-    }
-    __syncwarp();
-    CountChunk(WarpTeam(), shape, args.board->rank, args.plan, chunk, mine);
-  }
-}
+  __device__ int warp() const { return blockIdx.x * kPlanWarps + threadIdx.x / 32; }
+  __device__ int warps() const { return gridDim.x * kPlanWarps; }
 
-__global__ void plan_scan_kernel(PlanArgs args) {
-  __shared__ uint32_t scratch[kPlanWarps * kLanes];
-  for (int e = plan_warp(); e <= args.shape.local_experts; e += plan_warps()) {
-    ScanCounts(WarpTeam(), args.shape, args.plan, e, scratch + threadIdx.x / 32 * kLanes);
-  }
-}
-
-// Every CTA works out all segment starts for itself; the first one also writes them down.
-__device__ __forceinline__ void sum_starts(const int32_t* rows, int experts, int align,
-                                           int32_t* starts) {
-  if (threadIdx.x < 32) {
-    int before = 0;
-    for (int base = 0; base < experts; base += 32) {
-      const int e = base + threadIdx.x;
-      const int own = e < experts ? static_cast<int>(AlignUp(rows[e], align)) : 0;
-      int sum = own;
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, step);
-        if (threadIdx.x >= step) sum += other;
-      }
-      if (e < experts) starts[e] = before + sum - own;
-      before += __shfl_sync(~0u, sum, 31);
-    }
-    if (threadIdx.x == 0) starts[experts] = before;
-  }
-  __syncthreads();
-}
-
-__global__ void plan_place_kernel(PlanArgs args, int32_t* expert_load, int32_t* counters) {
-  extern __shared__ uint32_t scratch[];
-  __shared__ int32_t starts[kMaxLocalExperts + 1];
-  const PlanShape& shape = args.shape;
-  const int experts = shape.local_experts;
-  sum_starts(args.plan.expert_rows, experts, kTileM, starts);
-  PlanBuffers plan = args.plan;
-  if (blockIdx.x == 0) {
-    for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
-      plan.expert_start[e] = starts[e];
-      if (e < experts) expert_load[e] = plan.expert_rows[e];
-    }
+  // All CTAs. What they wrote before, all may read after. The counter's top bit turns over with every
+  // barrier, so it is never reset.
+  __device__ void barrier() const {
+    __syncthreads();
     if (threadIdx.x == 0) {
-      counters[0] = plan.expert_rows[experts];
-      counters[1] = static_cast<int32_t>((int64_t{starts[experts]} + shape.capacity_rows - 1) /
-                                         shape.capacity_rows);
+      uint32_t* counter = &args.board->plan_barrier;
+      const uint32_t own = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+      __threadfence();
+      const uint32_t before = atomicAdd(counter, own);
+      const uint64_t start = global_timer_ns();
+      while (((load_acquire_device(counter) ^ before) & 0x80000000u) == 0) {
+        if (global_timer_ns() - start > static_cast<uint64_t>(args.directory.timeout_ns)) {
+          fail(args.directory, args.board->rank, Phase::kPlan, args.board->rank, 0, gridDim.x);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Exclusive prefix sums of rows[0..experts), each aligned up; every CTA works them out for itself.
+  __device__ void sum_starts(const int32_t* rows, int align) const {
+    const int experts = args.shape.local_experts;
+    if (threadIdx.x < 32) {
+      int before = 0;
+      for (int base = 0; base < experts; base += 32) {
+        const int e = base + threadIdx.x;
+        const int own = e < experts ? static_cast<int>(AlignUp(rows[e], align)) : 0;
+        int sum = own;
+        for (int step = 1; step < 32; step *= 2) {
+          const int other = __shfl_up_sync(~0u, sum, step);
+          if (threadIdx.x >= step) sum += other;
+        }
+        if (e < experts) starts[e] = before + sum - own;
+        before += __shfl_sync(~0u, sum, 31);
+      }
+      if (threadIdx.x == 0) starts[experts] = before;
+    }
+    __syncthreads();
+  }
+
+  // Gathers the ids of all ranks and counts rows per (expert, chunk).
+  __device__ void count() const {
+    const PlanShape& shape = args.shape;
+    for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
+      const int64_t token = int64_t{chunk} * kLanes + threadIdx.x % 32;
+      if (token < shape.source_tokens()) {
+        const int source = static_cast<int>(token / shape.tokens);
+        const int32_t* from =
+            args.board->ids[source] + (token - int64_t{source} * shape.tokens) * shape.top_k;
+        int32_t* to = args.plan.ids + token * shape.top_k;
+        for (int first = 0; first < shape.top_k; first += kBatch) {
+          int32_t ids[kBatch];
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) ids[i] = first + i < shape.top_k ? from[first + i] : -1;
+#pragma unroll
+          for (int i = 0; i < kBatch; ++i) {
+            if (first + i < shape.top_k) to[first + i] = ids[i];
+          }
+        }
+      }
+      __syncwarp();
+      CountChunk(WarpTeam(), shape, args.board->rank, args.plan, chunk, scratch);
+    }
+    barrier();
+    for (int e = warp(); e <= shape.local_experts; e += warps()) {
+      ScanCounts(WarpTeam(), shape, args.plan, e);
+    }
+    barrier();
+  }
+
+  // Rows, tiles, and where each row's weight and home are.
+  __device__ void place(int32_t* expert_load, int32_t* counters) const {
+    const PlanShape& shape = args.shape;
+    const int experts = shape.local_experts;
+    sum_starts(args.plan.expert_rows, kTileM);
+    PlanBuffers plan = args.plan;
+    if (blockIdx.x == 0) {
+      for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
+        plan.expert_start[e] = starts[e];
+        if (e < experts) expert_load[e] = plan.expert_rows[e];
+      }
+      if (threadIdx.x == 0) {
+        counters[0] = plan.expert_rows[experts];
+        counters[1] = static_cast<int32_t>((int64_t{starts[experts]} + shape.capacity_rows - 1) /
+                                           shape.capacity_rows);
+      }
+    }
+    plan.expert_start = starts;
+    for (int e = warp(); e < experts; e += warps()) FillExpert(WarpTeam(), plan, e);
+    float* row_weight = reinterpret_cast<float*>(args.block + args.layout.row_weight);
+    uint64_t* row_target = reinterpret_cast<uint64_t*>(args.block + args.layout.row_target);
+    for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
+      PlaceChunk(WarpTeam(), shape, args.board->rank, plan, chunk, scratch,
+                 [&](int64_t token, int32_t slot, int32_t row) {
+                   const int source = static_cast<int>(token / shape.tokens);
+                   const int64_t local = token - int64_t{source} * shape.tokens;
+                   row_weight[row] = args.board->weights[source][local * shape.top_k + slot];
+                   row_target[row] = reinterpret_cast<uint64_t>(
+                       args.board->block[source] + args.layout.common.returned +
+                       (int64_t{slot} * shape.tokens + local) * args.row_bytes);
+                 });
+    }
+    barrier();
+  }
+
+  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use.
+  __device__ void pulls(int round) const {
+    const PlanShape& shape = args.shape;
+    if (round >= NumRounds(shape, args.plan)) return;
+    int32_t* arrived = reinterpret_cast<int32_t*>(args.block + args.layout.arrived);
+    int32_t* activated = reinterpret_cast<int32_t*>(args.block + args.layout.activated);
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int tile = thread; tile < shape.capacity_rows / kTileM; tile += gridDim.x * blockDim.x) {
+      arrived[tile] = 0;
+      activated[tile] = 0;
+    }
+    if (thread == 0) {
+      args.board->tile_claim = 0;
+      args.board->pull_claim = 0;
+    }
+    for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
+      CountPullChunk(WarpTeam(), shape, args.plan, round, chunk, scratch);
+    }
+    barrier();
+    for (int e = warp(); e < shape.local_experts; e += warps()) {
+      ScanPullCounts(WarpTeam(), shape, args.plan, e);
+    }
+    barrier();
+    sum_starts(args.plan.pull_rows, 1);
+    PlanBuffers plan = args.plan;
+    if (thread == 0) plan.pull_start[shape.local_experts] = starts[shape.local_experts];
+    plan.pull_start = starts;
+    for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
+      PlacePullChunk(WarpTeam(), shape, plan, round, chunk, scratch);
     }
   }
-  plan.expert_start = starts;
-  for (int e = plan_warp(); e < experts; e += plan_warps()) FillExpert(WarpTeam(), plan, e);
+};
 
-  float* row_weight = reinterpret_cast<float*>(args.block + args.layout.row_weight);
-  uint64_t* row_target = reinterpret_cast<uint64_t*>(args.block + args.layout.row_target);
-  uint32_t* mine = scratch + threadIdx.x / 32 * shape.scratch_words();
-  for (int chunk = plan_warp(); chunk < shape.chunks(); chunk += plan_warps()) {
-    PlaceChunk(WarpTeam(), shape, args.board->rank, plan, chunk, mine);
-    const int64_t token = int64_t{chunk} * kLanes + threadIdx.x % 32;
-    if (token >= shape.source_tokens()) continue;
-    const int source = static_cast<int>(token / shape.tokens);
-    const int64_t local = token - int64_t{source} * shape.tokens;
-    char* returned = args.board->block[source] + args.layout.common.returned;
-    for (int slot = 0; slot < shape.top_k; ++slot) {
-      const int row = plan.row_of[token * shape.top_k + slot];
-      if (row < 0) continue;
-      row_weight[row] = args.board->weights[source][local * shape.top_k + slot];
-      row_target[row] = reinterpret_cast<uint64_t>(
-          returned + (int64_t{slot} * shape.tokens + local) * args.row_bytes);
-    }
-  }
-}
-
-// Starts a round: nothing claimed, nothing arrived; counts the tokens to pull.
-__global__ void pull_count_kernel(PlanArgs args, int round) {
-  extern __shared__ uint32_t scratch[];
-  const PlanShape& shape = args.shape;
-  if (round >= NumRounds(shape, args.plan)) return;
-  int32_t* arrived = reinterpret_cast<int32_t*>(args.block + args.layout.arrived);
-  int32_t* activated = reinterpret_cast<int32_t*>(args.block + args.layout.activated);
-  const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-  for (int tile = thread; tile < shape.capacity_rows / kTileM; tile += gridDim.x * blockDim.x) {
-    arrived[tile] = 0;
-    activated[tile] = 0;
-  }
-  if (thread == 0) {
-    args.board->tile_claim = 0;
-    args.board->pull_claim = 0;
-  }
-  uint32_t* mine = scratch + threadIdx.x / 32 * shape.scratch_words();
-  for (int chunk = plan_warp(); chunk < shape.chunks(); chunk += plan_warps()) {
-    CountPullChunk(WarpTeam(), shape, args.plan, round, chunk, mine);
-  }
-}
-
-__global__ void pull_scan_kernel(PlanArgs args, int round) {
-  __shared__ uint32_t scratch[kPlanWarps * kLanes];
-  if (round >= NumRounds(args.shape, args.plan)) return;
-  for (int e = plan_warp(); e < args.shape.local_experts; e += plan_warps()) {
-    ScanPullCounts(WarpTeam(), args.shape, args.plan, e, scratch + threadIdx.x / 32 * kLanes);
-  }
-}
-
-__global__ void pull_place_kernel(PlanArgs args, int round) {
+// Round 0: the plan and its pull list; a later round: the pull list alone.
+__global__ void __launch_bounds__(kPlanWarps * 32, 1)
+    plan_kernel(PlanArgs args, int round, int32_t* expert_load, int32_t* counters) {
   extern __shared__ uint32_t scratch[];
   __shared__ int32_t starts[kMaxLocalExperts + 1];
-  const PlanShape& shape = args.shape;
-  if (round >= NumRounds(shape, args.plan)) return;
-  sum_starts(args.plan.pull_rows, shape.local_experts, 1, starts);
-  PlanBuffers plan = args.plan;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    plan.pull_start[shape.local_experts] = starts[shape.local_experts];
+  const Planner planner{args, scratch + threadIdx.x / 32 * args.shape.scratch_words(), starts};
+  if (round == 0) {
+    planner.count();
+    planner.place(expert_load, counters);
   }
-  plan.pull_start = starts;
-  uint32_t* mine = scratch + threadIdx.x / 32 * shape.scratch_words();
-  for (int chunk = plan_warp(); chunk < shape.chunks(); chunk += plan_warps()) {
-    PlacePullChunk(WarpTeam(), shape, plan, round, chunk, mine);
-  }
+  planner.pulls(round);
 }
 
 }  // namespace megamoe

@@ -30,6 +30,12 @@ __device__ __forceinline__ int32_t load_acquire_device(const int32_t* p) {
   return value;
 }
 
+__device__ __forceinline__ uint32_t load_acquire_device(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void add_release_device(int32_t* p, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

@@ -11,12 +11,12 @@ void BuildPlan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan) {
     CountChunk(team, shape, rank, plan, c, scratch.data());
   }
   for (int32_t e = 0; e <= shape.local_experts; ++e) {
-    ScanCounts(team, shape, plan, e, scratch.data());
+    ScanCounts(team, shape, plan, e);
   }
   StartExperts(team, shape, plan);
   for (int32_t e = 0; e < shape.local_experts; ++e) FillExpert(team, plan, e);
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    PlaceChunk(team, shape, rank, plan, c, scratch.data());
+    PlaceChunk(team, shape, rank, plan, c, scratch.data(), [](int64_t, int32_t, int32_t) {});
   }
 }
 
@@ -27,7 +27,7 @@ void BuildPullList(const PlanShape& shape, const PlanBuffers& plan, int32_t roun
     CountPullChunk(team, shape, plan, round, c, scratch.data());
   }
   for (int32_t e = 0; e < shape.local_experts; ++e) {
-    ScanPullCounts(team, shape, plan, e, scratch.data());
+    ScanPullCounts(team, shape, plan, e);
   }
   StartPulls(team, shape, plan);
   for (int32_t c = 0; c < shape.chunks(); ++c) {

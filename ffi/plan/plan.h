@@ -39,11 +39,17 @@
 #else
 #define MEGAMOE_HD
 #endif
+#ifdef __CUDA_ARCH__
+#define MEGAMOE_UNROLL _Pragma("unroll")
+#else
+#define MEGAMOE_UNROLL
+#endif
 
 namespace megamoe {
 
 constexpr int32_t kTileM = 128;  // rows of a matrix tile; segments and rounds are multiples of it
 constexpr int32_t kLanes = 32;   // lanes of a team, source tokens of a chunk
+constexpr int32_t kBatch = 8;    // loads of a lane that do not wait for each other
 
 MEGAMOE_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -69,9 +75,7 @@ struct PlanShape {
   }
   MEGAMOE_HD int64_t max_tiles() const { return max_pool_rows() / kTileM; }
   // Words of scratch of a team.
-  MEGAMOE_HD int32_t scratch_words() const {
-    return local_experts + 2 > kLanes ? local_experts + 2 : kLanes;
-  }
+  MEGAMOE_HD int32_t scratch_words() const { return local_experts + 2; }
   // Row and slot numbers are int32: every caller must refuse a shape that does not fit.
   MEGAMOE_HD bool fits_int32() const {
     return max_pool_rows() + capacity_rows < (int64_t{1} << 31);
@@ -156,6 +160,16 @@ struct HostTeam {
     return old;
   }
   void add(uint32_t* word, uint32_t value) const { *word += value; }
+  // Replaces values[0..n) by their exclusive prefix sums; returns the sum.
+  int32_t exclusive_scan(int32_t* values, int32_t n) const {
+    int32_t sum = 0;
+    for (int32_t i = 0; i < n; ++i) {
+      const int32_t value = values[i];
+      values[i] = sum;
+      sum += value;
+    }
+    return sum;
+  }
 };
 
 #ifdef __CUDACC__
@@ -179,6 +193,33 @@ struct WarpTeam {
 #ifdef __CUDA_ARCH__
     atomicAdd(word, value);
 #endif
+  }
+  MEGAMOE_HD int32_t exclusive_scan(int32_t* values, int32_t n) const {
+    int32_t sum = 0;
+#ifdef __CUDA_ARCH__
+    const int32_t lane = threadIdx.x % kLanes;
+    for (int32_t base = 0; base < n; base += kBatch * kLanes) {
+      int32_t own[kBatch];
+#pragma unroll
+      for (int32_t b = 0; b < kBatch; ++b) {
+        const int32_t i = base + b * kLanes + lane;
+        own[b] = i < n ? values[i] : 0;
+      }
+#pragma unroll
+      for (int32_t b = 0; b < kBatch; ++b) {
+        int32_t up_to = own[b];
+#pragma unroll
+        for (int32_t step = 1; step < kLanes; step *= 2) {
+          const int32_t other = __shfl_up_sync(~0u, up_to, step);
+          if (lane >= step) up_to += other;
+        }
+        const int32_t i = base + b * kLanes + lane;
+        if (i < n) values[i] = sum + up_to - own[b];
+        sum += __shfl_sync(~0u, up_to, kLanes - 1);
+      }
+    }
+#endif
+    return sum;
   }
 };
 #endif
@@ -228,10 +269,18 @@ MEGAMOE_HD void MaskChunk(const Team& team, const PlanShape& shape, int32_t rank
     const uint32_t bit = uint32_t{1} << lane;
     const int32_t* ids = plan.ids + token * shape.top_k;
     const bool own = token / shape.tokens == rank;
-    for (int32_t slot = 0; slot < shape.top_k; ++slot) {
-      const int32_t e = LocalExpert(shape, rank, ids[slot]);
-      if (e >= 0 && (team.bit_or(&scratch.masks[e], bit) & bit)) team.bit_or(scratch.repeated, bit);
-      if (own && IsInvalid(shape, ids[slot])) team.add(scratch.invalid, 1);
+    for (int32_t first = 0; first < shape.top_k; first += kBatch) {
+      int32_t batch[kBatch];
+      MEGAMOE_UNROLL
+      for (int32_t i = 0; i < kBatch; ++i) batch[i] = first + i < shape.top_k ? ids[first + i] : -1;
+      MEGAMOE_UNROLL
+      for (int32_t i = 0; i < kBatch; ++i) {
+        const int32_t e = LocalExpert(shape, rank, batch[i]);
+        if (e >= 0 && (team.bit_or(&scratch.masks[e], bit) & bit)) {
+          team.bit_or(scratch.repeated, bit);
+        }
+        if (own && IsInvalid(shape, batch[i])) team.add(scratch.invalid, 1);
+      }
     }
   });
 }
@@ -248,37 +297,19 @@ MEGAMOE_HD inline int32_t CountSlowly(const PlanShape& shape, int32_t rank, cons
   return count;
 }
 
-// Replaces values[0..n) by their exclusive prefix sums and writes the sum to *total.
-template <class Team>
-MEGAMOE_HD void ExclusiveScan(const Team& team, int32_t* values, int32_t n, int32_t* total,
-                              uint32_t* scratch) {
-  const int32_t part = (n + kLanes - 1) / kLanes;
-  team.each([&](int32_t lane) {
-    uint32_t sum = 0;
-    for (int32_t i = lane * part; i < (lane + 1) * part && i < n; ++i) sum += values[i];
-    scratch[lane] = sum;
-  });
-  team.each([&](int32_t lane) {
-    int32_t sum = 0;
-    for (int32_t before = 0; before < lane; ++before) sum += scratch[before];
-    for (int32_t i = lane * part; i < (lane + 1) * part && i < n; ++i) {
-      const int32_t value = values[i];
-      values[i] = sum;
-      sum += value;
-    }
-    if (lane == kLanes - 1) *total = sum;
-  });
-}
-
 // First local expert that needs this source token in the round, or -1. Pool rows are ordered by
 // expert, so it is the expert of the lowest row inside the round's window.
 MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, const PlanBuffers& plan,
                                       int32_t round, int64_t token) {
   const int64_t begin = int64_t{round} * shape.capacity_rows;
   int64_t lowest = begin + shape.capacity_rows;
-  for (int32_t slot = 0; slot < shape.top_k; ++slot) {
-    const int64_t row = plan.row_of[token * shape.top_k + slot];
-    if (row >= begin && row < lowest) lowest = row;
+  for (int32_t first = 0; first < shape.top_k; first += kBatch) {
+    MEGAMOE_UNROLL
+    for (int32_t i = 0; i < kBatch; ++i) {
+      if (first + i >= shape.top_k) continue;
+      const int64_t row = plan.row_of[token * shape.top_k + first + i];
+      if (row >= begin && row < lowest) lowest = row;
+    }
   }
   return lowest < begin + shape.capacity_rows ? plan.tile_expert[lowest / kTileM] : -1;
 }
@@ -323,9 +354,9 @@ MEGAMOE_HD void CountChunk(const Team& team, const PlanShape& shape, int32_t ran
 // e = local_experts sums the invalid ids.
 template <class Team>
 MEGAMOE_HD void ScanCounts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                           int32_t e, uint32_t* scratch_words) {
-  plan_internal::ExclusiveScan(team, plan.counts + int64_t{e} * shape.chunks(), shape.chunks(),
-                               &plan.expert_rows[e], scratch_words);
+                           int32_t e) {
+  plan.expert_rows[e] =
+      team.exclusive_scan(plan.counts + int64_t{e} * shape.chunks(), shape.chunks());
 }
 
 // Start of every expert's segment.
@@ -357,10 +388,11 @@ MEGAMOE_HD void FillExpert(const Team& team, const PlanBuffers& plan, int32_t e)
   });
 }
 
-// Gives every slot of the chunk its pool row.
-template <class Team>
+// Gives every slot of the chunk its pool row, and tells it to placed(source token, slot, row).
+template <class Team, class Placed>
 MEGAMOE_HD void PlaceChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                           const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words) {
+                           const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words,
+                           const Placed& placed) {
   using namespace plan_internal;
   const ChunkScratch scratch(shape, scratch_words);
   MaskChunk(team, shape, rank, plan, chunk, scratch);
@@ -368,20 +400,28 @@ MEGAMOE_HD void PlaceChunk(const Team& team, const PlanShape& shape, int32_t ran
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
     const uint32_t lower_lanes = (uint32_t{1} << lane) - 1;
-    for (int32_t slot = 0; slot < shape.top_k; ++slot) {
-      const int64_t at = token * shape.top_k + slot;
-      const int32_t e = LocalExpert(shape, rank, plan.ids[at]);
-      if (e < 0) {
-        plan.row_of[at] = -1;
-        continue;
+    for (int32_t first = 0; first < shape.top_k; first += kBatch) {
+      const int64_t at = token * shape.top_k + first;
+      int32_t rows[kBatch];
+      MEGAMOE_UNROLL
+      for (int32_t i = 0; i < kBatch; ++i) {
+        rows[i] = -1;
+        if (first + i >= shape.top_k) continue;
+        const int32_t e = LocalExpert(shape, rank, plan.ids[at + i]);
+        if (e < 0) continue;
+        const int32_t before = *scratch.repeated != 0
+                                   ? CountSlowly(shape, rank, plan, chunk, e, lane, first + i)
+                                   : PopCount(scratch.masks[e] & lower_lanes);
+        rows[i] = plan.expert_start[e] + plan.counts[int64_t{e} * shape.chunks() + chunk] + before;
       }
-      const int32_t before = *scratch.repeated != 0
-                                 ? CountSlowly(shape, rank, plan, chunk, e, lane, slot)
-                                 : PopCount(scratch.masks[e] & lower_lanes);
-      const int32_t row =
-          plan.expert_start[e] + plan.counts[int64_t{e} * shape.chunks() + chunk] + before;
-      plan.row_of[at] = row;
-      plan.rows[row] = PoolRow{static_cast<int32_t>(token), slot};
+      MEGAMOE_UNROLL
+      for (int32_t i = 0; i < kBatch; ++i) {
+        if (first + i >= shape.top_k) continue;
+        plan.row_of[at + i] = rows[i];
+        if (rows[i] < 0) continue;
+        plan.rows[rows[i]] = PoolRow{static_cast<int32_t>(token), first + i};
+        placed(token, first + i, rows[i]);
+      }
     }
   });
 }
@@ -406,9 +446,9 @@ MEGAMOE_HD void CountPullChunk(const Team& team, const PlanShape& shape, const P
 
 template <class Team>
 MEGAMOE_HD void ScanPullCounts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                               int32_t e, uint32_t* scratch_words) {
-  plan_internal::ExclusiveScan(team, plan.counts + int64_t{e} * shape.chunks(), shape.chunks(),
-                               &plan.pull_rows[e], scratch_words);
+                               int32_t e) {
+  plan.pull_rows[e] =
+      team.exclusive_scan(plan.counts + int64_t{e} * shape.chunks(), shape.chunks());
 }
 
 template <class Team>

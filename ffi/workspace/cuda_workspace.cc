@@ -67,6 +67,8 @@ const char* phase_name(int32_t phase) {
   switch (static_cast<Phase>(phase)) {
     case Phase::kDispatch:
       return "dispatch";
+    case Phase::kPlan:
+      return "plan";
     case Phase::kGateUp:
       return "gate/up";
     case Phase::kDown:
@@ -150,7 +152,7 @@ std::string failure_message(const CudaWorkspace& workspace, int self) {
   const volatile Failure* failure = workspace.failure[self];
   if (!failure->happened) return "";
   const Phase phase = static_cast<Phase>(failure->phase);
-  const bool on_rank = phase == Phase::kDispatch || phase == Phase::kCombine;
+  const bool on_rank = phase != Phase::kGateUp && phase != Phase::kDown;
   return "rank " + std::to_string(failure->rank) + " of " +
          std::to_string(workspace.shape.plan.ranks) + " waited too long in phase '" +
          phase_name(failure->phase) + "' for " + (on_rank ? "rank " : "tile ") +

@@ -21,7 +21,7 @@ struct Failure {
   int64_t seen, wanted;
 };
 
-enum class Phase : int32_t { kDispatch = 1, kGateUp = 2, kDown = 3, kCombine = 4 };
+enum class Phase : int32_t { kDispatch = 1, kPlan, kGateUp, kDown, kCombine };
 
 // A rank's operands for the call with number `epoch`, as it tells them to a peer.
 struct Mail {
@@ -43,6 +43,7 @@ struct Board {
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
   int32_t tile_claim, pull_claim;  // next work of the round
+  uint32_t plan_barrier;
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
 
