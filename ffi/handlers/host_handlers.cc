@@ -173,22 +173,28 @@ ffi::Future Meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, c
     site->rendezvous.Fail(run, group, ffi::Error::InvalidArgument(message));
     return Refuse(message);
   }
-  return site->rendezvous.Arrive(
-      run, group, rank, operands, [&](const std::vector<HostOperands>& all) {
-        try {
-          const HostWorkspace::Lease lease = site->workspace->Acquire();
-          direction(call, lease.blocks(), all);
-          return ffi::Error::Success();
-        } catch (const std::bad_alloc&) {
-          return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                            "no host memory for the workspace of " + std::to_string(ranks) +
-                                " ranks, " +
-                                std::to_string(WorkspaceLayout::For(call.shape).bytes) +
-                                " bytes each; a smaller capacity_factor needs less");
-        } catch (const std::exception& error) {
-          return ffi::Error::Internal(error.what());
-        }
-      });
+  const auto work = [&](const std::vector<HostOperands>& all) {
+    try {
+      const HostWorkspace::Lease lease = site->workspace->Acquire();
+      direction(call, lease.blocks(), all);
+      return ffi::Error::Success();
+    } catch (const std::bad_alloc&) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "no host memory for the workspace of " + std::to_string(ranks) +
+                            " ranks, " + std::to_string(WorkspaceLayout::For(call.shape).bytes) +
+                            " bytes each; a smaller capacity_factor needs less");
+    } catch (const std::exception& error) {
+      return ffi::Error::Internal(error.what());
+    }
+  };
+  try {
+    return site->rendezvous.Arrive(run, group, rank, operands, work);
+  } catch (const std::exception& error) {
+    const std::string message =
+        "rank " + std::to_string(rank) + " could not wait for its peers: " + error.what();
+    site->rendezvous.Fail(run, group, ffi::Error::Internal(message));
+    return Refuse(message);
+  }
 }
 
 ffi::Future Forward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,

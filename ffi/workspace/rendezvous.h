@@ -40,6 +40,7 @@ class Rendezvous {
       : ranks_(ranks), timeout_s_(timeout_s), phase_(std::move(phase)) {}
 
   // The future is ready when the group's work is done, or failed for every rank of the group.
+  // Throws if the system lacks what it needs; the rank then has not arrived.
   Future Arrive(int64_t run, int64_t group, int32_t rank, const Operands& operands,
                 const Work& work) {
     std::shared_ptr<Meeting> meeting;
@@ -47,6 +48,11 @@ class Rendezvous {
       std::lock_guard<std::mutex> lock(mutex_);
       meeting = Find(run, group, [rank](const Meeting& m) { return !m.arrived[rank]; });
       std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
+      if (meeting->num_arrived == 0 && ranks_ > 1) {
+        meeting->alarm = SetAlarm(timeout_s_, [names = Names(), weak = std::weak_ptr(meeting)] {
+          if (auto late = weak.lock()) names.TimeOut(*late);
+        });
+      }
       meeting->arrived[rank] = true;
       ++meeting->num_arrived;
       const bool last = meeting->num_arrived == ranks_;
@@ -58,12 +64,6 @@ class Rendezvous {
       }
       meeting->operands[rank] = operands;
       if (!last) {
-        if (meeting->num_arrived == 1) {
-          meeting->alarm =
-              SetAlarm(timeout_s_, [this_call = Names(), weak = std::weak_ptr(meeting)] {
-                if (auto meeting = weak.lock()) this_call.TimeOut(*meeting);
-              });
-        }
         meeting->promises[rank].emplace();
         return Future(*meeting->promises[rank]);
       }
