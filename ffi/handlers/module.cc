@@ -12,6 +12,7 @@
 
 #include "ffi/handlers/host_handlers.h"
 #include "ffi/plan/host_plan.h"
+#include "ffi/workspace/device_block.h"
 #include "ffi/workspace/host_workspace.h"
 #include "ffi/workspace/layout.h"
 #include "xla/ffi/api/c_api.h"
@@ -99,6 +100,17 @@ void CheckShape(const PlanShape& plan) {
   }
 }
 
+// The GPU kernels keep every row in bf16.
+WorkspaceShape MakeCudaShape(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
+                             int32_t hidden, int32_t intermediate, int32_t capacity_rows) {
+  constexpr int32_t kBf16Bytes = 2;
+  WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
+                                   capacity_rows, kBf16Bytes);
+  shape.pool_bytes = shape.return_bytes = kBf16Bytes;
+  CheckShape(shape.plan);
+  return shape;
+}
+
 void RegisterWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
                        int32_t local_experts, int32_t hidden, int32_t intermediate,
                        int32_t capacity_rows, int32_t staged_bytes) {
@@ -113,11 +125,8 @@ void RegisterWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k
 void RegisterCudaWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
                            int32_t local_experts, int32_t hidden, int32_t intermediate,
                            int32_t capacity_rows, const std::vector<int>& devices) {
-  constexpr int32_t kBf16Bytes = 2;
-  WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
-                                   capacity_rows, kBf16Bytes);
-  shape.pool_bytes = shape.return_bytes = kBf16Bytes;
-  CheckShape(shape.plan);
+  const WorkspaceShape shape =
+      MakeCudaShape(ranks, tokens, top_k, local_experts, hidden, intermediate, capacity_rows);
   const std::string refusal = make_cuda_workspace(key, shape, devices);
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
 }
@@ -132,6 +141,13 @@ int64_t WorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t loc
   shape.pool_bytes = pool_bytes;
   shape.return_bytes = return_bytes;
   return WorkspaceLayout::For(shape).bytes;
+}
+
+int64_t CudaWorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
+                           int32_t hidden, int32_t intermediate, int32_t capacity_rows) {
+  return DeviceLayout::For(MakeCudaShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
+                                         capacity_rows))
+      .bytes;
 }
 
 using IdArray = nb::ndarray<const int32_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -204,6 +220,8 @@ NB_MODULE(_ffi, m) {
   m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,
         "pool_bytes"_a, "return_bytes"_a);
+  m.def("cuda_workspace_bytes", CudaWorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
+        "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a);
   m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
 }
 
