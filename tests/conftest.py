@@ -9,9 +9,14 @@ import os
 import pathlib
 
 # All before jax is imported.
-_FLAG = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Eight devices share a few cores: one that waits long is no deadlock.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+)
+_given = os.environ.get("XLA_FLAGS", "")
+_missing = [flag for flag in _FLAGS if flag.split("=")[0] not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_missing]).strip()
 _plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _cuda = pathlib.Path("/dev/nvidiactl").exists() and any(map(importlib.util.find_spec, _plugins))
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if _cuda else "cpu")
