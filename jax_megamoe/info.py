@@ -25,16 +25,17 @@ from jax_megamoe.config import MoEConfig
 _PACKAGES = ("jax_megamoe", "jax", "jaxlib", "flax", "numpy", "tokamax")
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 
-# Bytes of one rank's workspace but for the padding of each array to 256 bytes. The sum is over: the
-# rows that peers read (x, dy), the rows they return (y or dx), the pools of the routed rows, the
-# weight gradients carried between rounds, ids and weights, and the routing plan.
+# Bytes of one rank's workspace, within 1%. The sum is over: the rows that peers read (x, dy), the
+# rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
+# between rounds, ids and weights, and the routing plan.
 WORKSPACE_FORMULA = (
-    "2*T*H*x_bytes + T*K*H*return_bytes + C*(2*H + 3*I)*pool_bytes + 12*H*I + 12*T*K"
+    "(2*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 12*H*I + 12*T*K"
     " + 16*R*T*K + R*T*(E/R + 33)/8 + 1020*E/R"
 )
 _TERMS = (
     "T tokens of a rank, K experts a token, H hidden, I intermediate, E experts, R ranks;\n"
-    "C = rows of the pool = min(capacity_factor, R)*T*K + 127*E/R, up to a multiple of 128"
+    "C = rows of the pool = min(capacity_factor, R)*T*K + 127*E/R, up to a multiple of 128;\n"
+    "row_bytes 2 (bf16) on a GPU, 4 (f32) on the host"
 )
 
 
@@ -126,6 +127,7 @@ def _runs(implementation, precision):
 
 
 def workspace_bytes(
+    kernels: str,
     *,
     tokens: int,
     hidden: int,
@@ -134,35 +136,27 @@ def workspace_bytes(
     top_k: int,
     ranks: int,
     capacity_factor: float,
-    x_bytes: int,
-    kernels: str,
 ) -> int:
     """Returns the bytes of one rank's workspace, by the struct that the kernels address it with.
 
     Args:
+      kernels: "gpu", which keep rows in bf16, or "cpu", which keep them in f32.
       tokens: per rank.
       hidden, intermediate: sizes of an expert.
       experts: in all, a multiple of `ranks`.
       top_k: experts per token.
       ranks: size of the expert axis.
       capacity_factor: see `MoEConfig`.
-      x_bytes: size of an element of x, 2 or 4.
-      kernels: "gpu", which keeps rows in bf16, or "cpu", which keeps them in f32.
 
     Raises:
       RuntimeError: the compiled module cannot be used here.
     """
-    sizes = dict(ranks=ranks, tokens=tokens, top_k=top_k, local_experts=experts // ranks)
-    row_bytes = 2 if kernels == "gpu" else 4
-    return _runtime.load().workspace_bytes(
-        **sizes,
-        hidden=hidden,
-        intermediate=intermediate,
-        capacity_rows=_workspace.capacity_rows(**sizes, capacity_factor=capacity_factor),
-        staged_bytes=x_bytes,
-        pool_bytes=row_bytes,
-        return_bytes=row_bytes,
-    )
+    plan = dict(ranks=ranks, tokens=tokens, top_k=top_k, local_experts=experts // ranks)
+    rows = _workspace.capacity_rows(**plan, capacity_factor=capacity_factor)
+    sizes = dict(plan, hidden=hidden, intermediate=intermediate, capacity_rows=rows)
+    if kernels == "gpu":
+        return _runtime.load().cuda_workspace_bytes(**sizes)
+    return _runtime.load().workspace_bytes(**sizes, staged_bytes=4, pool_bytes=4, return_bytes=4)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,23 +186,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for precision, implementations in precisions().items():
         print(f"  {precision:8s} {', '.join(implementations) or 'not on this machine'}")
 
-    _print_workspace(options)
+    _print_workspace(vars(options))
     return 0
 
 
-def _print_workspace(options):
-    print("Workspace of a rank, in bytes; made once, shared by all layers of the same shape")
+def _print_workspace(sizes):
+    print("Workspace of a rank, in bytes; made once for all layers of the same shape")
     print(f"  about {WORKSPACE_FORMULA}")
     print("  " + _TERMS.replace("\n", "\n  "))
-    sizes = {name: value for name, value in vars(options).items() if name != "dtype"}
-    print("  for " + ", ".join(f"{name} {value}" for name, value in vars(options).items()))
+    print("  for " + ", ".join(f"{name} {value}" for name, value in sizes.items()))
     if _runtime.unavailable() is not None:
         print("  (the numbers need the compiled module)")
         return
-    x_bytes = {"bf16": 2, "f32": 4}[options.dtype]
-    for kernels in ("gpu", "cpu"):
-        size = workspace_bytes(**sizes, x_bytes=x_bytes, kernels=kernels)
-        print(f"  {kernels}: {size} ({size / 2**30:.2f} GiB)")
+    for name, kernels in (("on a GPU", "gpu"), ("on the host", "cpu")):
+        size = workspace_bytes(kernels, **sizes)
+        print(f"  {name:11s} {size} ({size / 2**30:.2f} GiB)")
 
 
 def _parse(arguments):
@@ -226,8 +218,8 @@ def _parse(arguments):
         ("ranks", 8, "size of the expert axis"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument("--capacity-factor", type=float, default=MoEConfig().capacity_factor)
-    parser.add_argument("--dtype", choices=("bf16", "f32"), default="bf16", help="of x")
+    default = MoEConfig().capacity_factor
+    parser.add_argument("--capacity-factor", type=float, default=default, help=f"({default})")
     options = parser.parse_args(arguments)
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "ranks"):
         if getattr(options, name) < 1:
