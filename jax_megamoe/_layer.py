@@ -16,6 +16,8 @@ from jax_megamoe import _check, _mesh
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.op import moe, moe_mlp
 from jax_megamoe.routing import (
+    EXPERT_IDS,
+    EXPERT_WEIGHTS,
     Routing,
     Score,
     check_token_mask,
@@ -25,8 +27,6 @@ from jax_megamoe.routing import (
 )
 
 ROUTER_LOGITS = "moe_router_logits"
-EXPERT_IDS = "moe_expert_ids"
-EXPERT_WEIGHTS = "moe_expert_weights"
 OUTPUT = "moe_output"
 CHECKPOINT_NAMES = (ROUTER_LOGITS, EXPERT_IDS, EXPERT_WEIGHTS, OUTPUT)
 
@@ -133,8 +133,6 @@ class Layer:
                 token_mask=token_mask,
                 expert_ids=expert_ids,
             )
-            ids = checkpoint_name(ids, EXPERT_IDS)
-            weights = checkpoint_name(weights, EXPERT_WEIGHTS)
 
         with jax.named_scope("moe_experts"):
             x = x if self.dtype is None else x.astype(self.dtype)

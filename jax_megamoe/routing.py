@@ -11,6 +11,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+# Names of the results of `route` for policies of `jax.checkpoint`.
+EXPERT_IDS = "moe_expert_ids"
+EXPERT_WEIGHTS = "moe_expert_weights"
 
 AxisName = str | tuple[str, ...]
 Score = Literal["softmax", "sigmoid"]
@@ -51,6 +56,9 @@ def route(
 
     With `top_k=1` and `norm_topk_prob=True` the weight is the constant 1, so that no gradient of
     the main loss reaches the router: set `norm_topk_prob=False` for top-1 models.
+
+    For policies of `jax.checkpoint` the ids and the weights bear the names `EXPERT_IDS` and
+    `EXPERT_WEIGHTS` of this module.
 
     Args:
       logits: float [..., E], the router's output.
@@ -108,6 +116,8 @@ def route(
         ids = jnp.where(token_mask[..., None], ids, -1)
         probs = jnp.where(token_mask[..., None], probs, 0.0)
 
+    # Before anything reads them: a recomputation that kept the ids then derives all from those.
+    ids = checkpoint_name(ids, EXPERT_IDS)
     chosen = ids[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
     routed = (ids >= 0) & (ids < num_experts)
     if norm_topk_prob:
@@ -118,7 +128,7 @@ def route(
         weights = jnp.where(routed, jax.nn.softmax(kept), 0.0)
     else:
         weights = _pick(probs, chosen)
-    return Routing(ids, weights, probs)
+    return Routing(ids, checkpoint_name(weights, EXPERT_WEIGHTS), probs)
 
 
 def load_balancing_loss(

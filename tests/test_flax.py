@@ -559,6 +559,20 @@ def test_the_ready_policy_keeps_the_routing_and_nothing_else(capsys):
     assert shapes == [f"f32[4,{K}]", f"f32[4,{E}]", f"i32[4,{K}]"], kept
 
 
+def test_the_ready_policy_routes_once():
+    layer, x = make(), tokens(4)
+    graphdef, state = nnx.split(layer)
+
+    def count(remat):
+        def loss(state, x):
+            return (REMAT[remat](lambda s, x: nnx.merge(graphdef, s)(x)[0])(state, x) ** 2).sum()
+
+        text = jax.jit(jax.grad(loss)).lower(state, x).as_text()
+        return text.count("chlo.top_k")
+
+    assert {remat: count(remat) for remat in REMAT} == {"none": 1, "full": 2, "save_routing": 1}
+
+
 def test_a_bf16_token_is_not_kept_in_fp32(capsys):
     layer, x = make(dtype=jnp.bfloat16), tokens(4, dtype=jnp.bfloat16)
     graphdef, state = nnx.split(layer)
