@@ -221,6 +221,19 @@ def test_new_routing_neither_recompiles_nor_keeps_memory(implementation):
     assert run._cache_size() == 2
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_lowers_for_gpus(implementation, check_vma):
+    f = sharded(make_mesh((4,)), MoEConfig(implementation=implementation), check_vma=check_vma)
+    traced = jax.jit(functools.partial(results_of, f)).trace(make_inputs(SMALL))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    if implementation == "xla":
+        assert "ragged_dot" in text
+    else:
+        for target in ("jax_megamoe_forward", "jax_megamoe_backward"):
+            (line,) = [line for line in text.splitlines() if f"custom_call @{target}(" in line]
+            assert "has_side_effect" not in line  # it could not be rematerialised
+
+
 def test_donated_arguments(implementation):
     inputs = make_inputs(SMALL)
     f = jax.jit(
