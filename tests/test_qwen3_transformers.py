@@ -69,6 +69,20 @@ def test_logits_and_the_way_back(name, tmp_path):
             assert torch.equal(a, b), key
 
 
+def test_masks_with_padding_anywhere(tmp_path):
+    model = theirs()
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(2).integers(0, 61, (3, 12), np.int32)
+    mask = np.ones_like(ids)
+    mask[0, 4:6] = mask[1, :3] = mask[1, 10:] = 0
+    with torch.no_grad():
+        want = model(
+            torch.from_numpy(ids.astype(np.int64)), attention_mask=torch.from_numpy(mask).long()
+        ).logits.numpy()
+    got = np.asarray(load_hf(tmp_path, dtype=jnp.float32)(ids, mask))
+    np.testing.assert_allclose(got[mask == 1], want[mask == 1], rtol=0, atol=1e-4)
+
+
 def test_greedy_tokens(tmp_path):
     model = theirs()
     model.save_pretrained(tmp_path)

@@ -116,7 +116,14 @@ def _generate(rt, new, keep_logits, arrays, prompt, attention_mask, stop, pad_id
             alive = lax.psum((~done).sum(), rt.axes) > 0
             return state | {"step": step + 1, "done": done, "alive": alive}
 
-        out = layers.decode(rt, arrays, prompt, keys, tokens, keep_kv=True)
+        order = last = None
+        if keys is not None:
+            order = layers.tokens_first(keys)
+            prompt, tokens = layers.reorder(prompt, order), layers.reorder(tokens, order)
+            keys = layers.reorder(keys, order)
+            last = jnp.maximum(keys.sum(axis=1) - 1, 0)[:, None]
+        out = layers.decode(rt, arrays, prompt, order, tokens, keep_kv=True)
+        hidden = out.hidden[:, -1:] if last is None else layers.reorder(out.hidden, last)
         matrix = layers.head(rt, arrays, rt.dtype)
         local = prompt.shape[0]
         state = {
@@ -130,7 +137,7 @@ def _generate(rt, new, keep_logits, arrays, prompt, attention_mask, stop, pad_id
         }
         if keep_logits:
             state["logits"] = jnp.zeros((local, new, matrix.shape[0]), jnp.float32)
-        state = emit(state, layers.to_logits(out.hidden[:, -1], matrix))
+        state = emit(state, layers.to_logits(hidden[:, 0], matrix))
         keys = jnp.ones(prompt.shape, bool) if keys is None else keys
         keys = jnp.pad(keys, ((0, 0), (0, new - 1)), constant_values=True)
 

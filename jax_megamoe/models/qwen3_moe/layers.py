@@ -184,11 +184,11 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def rope_table(config: Qwen3MoEConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, f32 [S, 1, head_dim / 2], of the angles at `positions` [S]."""
+    """Cosines and sines, f32 [..., S, 1, head_dim / 2], of the angles at `positions` [..., S]."""
     half = config.head_dim // 2
     # In double precision: an error of one bit is a thousandth of a turn at position 10,000.
     frequency = np.float32(config.rope_theta ** (-np.arange(half) / half))
-    angle = positions.astype(jnp.float32)[:, None, None] * frequency
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -199,14 +199,30 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def causal_attention(rt: Runtime, q, k, v, key_mask: jax.Array | None) -> jax.Array:
-    """Causal attention of whole sequences; `key_mask` bool [B, S] leaves keys out."""
-    mask = None if key_mask is None else key_mask[:, None, None, :]
-    cudnn = rt.mesh.devices.flat[0].platform == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
-    cudnn = cudnn and rt.config.head_dim % 8 == 0 and (mask is None or q.shape[1] % 2 == 0)
+def causal_attention(rt: Runtime, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of whole sequences; q [B, S, N, D], k and v [B, S, N_kv, D]."""
+    gpu = rt.mesh.devices.flat[0].platform == "gpu"
+    cudnn = gpu and q.dtype in (jnp.bfloat16, jnp.float16) and rt.config.head_dim % 8 == 0
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=True, implementation="cudnn" if cudnn else "xla"
+        q, k, v, is_causal=True, implementation="cudnn" if cudnn else "xla"
     )
+
+
+def tokens_first(attention_mask: jax.Array) -> jax.Array:
+    """The order, int32 [B, S], that moves each row's padding behind its tokens.
+
+    In this order causal attention never reaches padding, on whichever side it was, so that no
+    layer needs a mask of S x S (cuDNN takes one only as a bias, whose gradient it then stores).
+    """
+    return jnp.argsort(~attention_mask, axis=1, stable=True)
+
+
+def reorder(a: jax.Array, order: jax.Array | None, axis: int = 1) -> jax.Array:
+    """Puts the positions of a [..., B, S, ...], S at `axis`, in the given order."""
+    if order is None:
+        return a
+    order = order.reshape(*(1,) * (axis - 1), *order.shape, *(1,) * (a.ndim - axis - 1))
+    return jnp.take_along_axis(a, order, axis=axis)
 
 
 def _heads(x, head_dim):
@@ -237,7 +253,7 @@ def decode(
     rt: Runtime,
     params: dict[str, Any],
     input_ids: jax.Array,
-    attention_mask: jax.Array | None,
+    positions: jax.Array | None,
     token_mask: jax.Array | None,
     *,
     keep_kv: bool = False,
@@ -246,18 +262,17 @@ def decode(
     """Runs all layers on whole sequences: input_ids [B, S] -> hidden [B, S, H].
 
     Args:
-      attention_mask: bool [B, S], False for keys that nothing attends to.
+      positions: int32 [B, S], where each token stood before `tokens_first`; None for 0, 1, ...
       token_mask: bool [B, S], False for tokens that are not routed.
       keep_kv: keep each layer's keys and values.
       keep_all: keep the residual stream and, in the records, everything of each token.
     """
     cfg = rt.config
     h = embed(rt, params, input_ids)
-    rope = rope_table(cfg, jnp.arange(input_ids.shape[1]))
+    rope = rope_table(cfg, jnp.arange(input_ids.shape[1]) if positions is None else positions)
 
     def attend(q, k, v):
-        out = causal_attention(rt, q, k, v, attention_mask)
-        return out, (k, v) if keep_kv else None
+        return causal_attention(rt, q, k, v), (k, v) if keep_kv else None
 
     kept, records, residuals = [], [], []
     for i in range(len(layer_groups(cfg))):

@@ -284,11 +284,17 @@ def _logits(rt, arrays, input_ids, attention_mask, keep_all):
     rows = input_ids.shape[0]
 
     def f(arrays, ids, keys, tokens):
-        out = layers.decode(rt, arrays, ids, keys, tokens, keep_all=keep_all)
-        logits = layers.to_logits(out.hidden, layers.head(rt, arrays, rt.dtype))
+        order = back = None
+        if keys is not None:
+            order = layers.tokens_first(keys)
+            back = jnp.argsort(order, axis=1)
+        ids, tokens = layers.reorder(ids, order), layers.reorder(tokens, order)
+        out = layers.decode(rt, arrays, ids, order, tokens, keep_all=keep_all)
+        hidden = layers.reorder(out.hidden, back)
+        logits = layers.to_logits(hidden, layers.head(rt, arrays, rt.dtype))
         if not keep_all:
             return logits, {}, {}
-        extra = {"hidden_embed": layers.embed(rt, arrays, ids), "hidden_final": out.hidden}
+        embedded = layers.reorder(layers.embed(rt, arrays, ids), back)
         per_layer = {"hidden_layers": out.residuals}
         if out.records is not None:
             per_layer |= {
@@ -296,7 +302,8 @@ def _logits(rt, arrays, input_ids, attention_mask, keep_all):
                 "expert_ids": out.records.expert_ids,
                 "expert_weights": out.records.expert_weights,
             }
-        return logits, extra, per_layer
+        per_layer = {name: layers.reorder(a, back, axis=2) for name, a in per_layer.items()}
+        return logits, {"hidden_embed": embedded, "hidden_final": hidden}, per_layer
 
     mapped = shard_map(rt, f, (specs(rt, arrays), batch, batch, batch), (batch, batch, by_layer))
     keys, tokens = masks(rt, input_ids, attention_mask)
@@ -318,7 +325,9 @@ def _loss(rt, arrays, input_ids, labels, attention_mask):
     batch, one = PartitionSpec(rt.axes), PartitionSpec()
 
     def f(arrays, ids, targets, keys, tokens):
-        out = layers.decode(rt, arrays, ids, keys, tokens)
+        order = None if keys is None else layers.tokens_first(keys)
+        ids, targets, tokens = (layers.reorder(a, order) for a in (ids, targets, tokens))
+        out = layers.decode(rt, arrays, ids, order, tokens)
         hidden = out.hidden.reshape(-1, out.hidden.shape[-1])
         targets = targets.reshape(-1)
         lm_sum = cross_entropy_sum(hidden, layers.head(rt, arrays), targets)
