@@ -21,11 +21,23 @@ def moe_mlp(
     config: MoEConfig = MoEConfig(),
     return_stats: bool = False,
 ):
-    """Computes `jax_megamoe.moe_mlp` slowly and exactly; see there for shapes and meaning.
+    """Computes `jax_megamoe.moe_mlp` slowly and exactly; see there for the arguments.
 
     Every operand is taken to fp32 as it is, each expert multiplies every token, and a mask picks
-    what was routed. With `axis_name` the tokens and the experts of all ranks are gathered first.
-    Differentiable by ordinary autodiff.
+    what was routed. With `axis_name` the experts of all ranks are gathered first. Differentiable by
+    ordinary autodiff. Arguments are not checked; of `config` only `swiglu_limit` counts.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_megamoe import moe_mlp, reference
+      >>> x = jnp.ones((1, 2))
+      >>> expert_ids = jnp.array([[1, -1]], jnp.int32)
+      >>> expert_weights = jnp.array([[0.5, 0.5]])
+      >>> w_gate = w_up = w_down = jnp.stack([jnp.eye(2), 2 * jnp.eye(2)])
+      >>> print(reference.moe_mlp(x, expert_ids, expert_weights, w_gate, w_up, w_down).round(2))
+      [[3.52 3.52]]
+      >>> print(moe_mlp(x, expert_ids, expert_weights, w_gate, w_up, w_down).round(2))
+      [[3.52 3.52]]
     """
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     tokens = x.shape[0]
