@@ -3,6 +3,9 @@
 The same calls serve the GPU and the host. They are pure: nothing is handed out between the forward
 and the backward but the layer's inputs, so rematerialisation, which needs only those, re-runs no
 forward call whose output nobody wants.
+
+On the GPU matrix operands are bf16: others are rounded before the call. Its backward has no kernel
+yet; there the gradients are those of the "xla" implementation, which needs the same residuals.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe import _mesh, _workspace
+from jax_megamoe import _mesh, _workspace, _xla
 
 
 class Call(NamedTuple):
@@ -23,11 +26,15 @@ class Call(NamedTuple):
 
     Attributes:
       axis_name: the expert axis, None for one device.
+      platform: that of the devices, "cpu" or "gpu".
       attributes: name and value of each attribute of the custom calls.
+      xla: the same call of the "xla" implementation.
     """
 
     axis_name: str | None
+    platform: str
     attributes: tuple[tuple[str, int | float | str], ...]
+    xla: _xla.Call
 
 
 def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *_) -> Call:
@@ -47,6 +54,7 @@ def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *
     limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
     return Call(
         axis_name,
+        _mesh.platform(),
         (
             ("workspace", workspace.key),
             ("ranks", ranks),
@@ -57,13 +65,15 @@ def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *
             ("timeout_s", float(config.timeout_s)),
             ("reserved_sms", config.reserved_sms),
         ),
+        _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit),
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def moe_mlp(call: Call, x, expert_ids, expert_weights, w_gate, w_up, w_down):
     """Returns y [T, H] and the stats (expert_load [E_l], invalid_ids [], rounds [])."""
-    operands = (x, expert_ids, expert_weights, w_gate, w_up, w_down, _mesh.place(call.axis_name))
+    rounded, *weights = (_operand(call, a) for a in (x, w_gate, w_up, w_down))
+    operands = (rounded, expert_ids, expert_weights, *weights, _mesh.place(call.axis_name))
     load, counters = _like(x, (w_gate.shape[0],), jnp.int32), _like(x, (2,), jnp.int32)
     results = (_like(x), load, counters)
     y, load, counters = _custom_call("jax_megamoe_forward", call, results, operands)
@@ -75,6 +85,8 @@ def _forward(call, *args):
 
 
 def _backward(call, residuals, cotangents):
+    if call.platform == "gpu":
+        return _xla.backward(call.xla, residuals, cotangents)
     x, expert_ids, expert_weights, *weights = residuals
     operands = (*residuals, cotangents[0], _mesh.place(call.axis_name))
     results = tuple(_like(a) for a in (x, expert_weights, *weights))
@@ -83,6 +95,10 @@ def _backward(call, residuals, cotangents):
 
 
 moe_mlp.defvjp(_forward, _backward)
+
+
+def _operand(call, a):
+    return a.astype(jnp.bfloat16) if call.platform == "gpu" else a
 
 
 def _custom_call(target, call, results, operands):

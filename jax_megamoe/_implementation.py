@@ -7,12 +7,26 @@ import jax
 from jax_megamoe import _mesh, _runtime
 from jax_megamoe.config import MoEConfig
 
-# Multiples of the kernels' tiles.
+# What the kernels are made for: multiples of a tile, a warp's lanes, tables in shared memory.
 _GPU_MULTIPLE = 64
+_GPU_MAX_TOP_K = 32
+_GPU_MAX_LOCAL_EXPERTS = 256
+_GPU_MAX_RANKS = 16
 
 
-def choose(config: MoEConfig, axis_name: str | None, *, hidden: int, intermediate: int) -> str:
+def choose(
+    config: MoEConfig,
+    axis_name: str | None,
+    *,
+    hidden: int,
+    intermediate: int,
+    top_k: int = 1,
+    local_experts: int = 1,
+) -> str:
     """Returns "ffi" or "xla".
+
+    "auto" takes the custom calls on Hopper GPUs that one process drives, also where they then
+    refuse the sizes: a size that falls off the fast path should be seen.
 
     Raises:
       ValueError: the implementation, or its precision, cannot run here.
@@ -20,7 +34,8 @@ def choose(config: MoEConfig, axis_name: str | None, *, hidden: int, intermediat
     name = config.implementation
     platform = _mesh.platform()
     if name == "auto":
-        name = "ffi" if platform == "gpu" and why_not_ffi("gpu") is None else "xla"
+        fast = platform == "gpu" and not (why_not_ffi("gpu") or _why_not_ranks(axis_name))
+        name = "ffi" if fast else "xla"
     if name == "xla":
         if config.precision != "bf16":
             raise ValueError(
@@ -32,9 +47,11 @@ def choose(config: MoEConfig, axis_name: str | None, *, hidden: int, intermediat
     reason = (
         why_not_ffi(platform)
         or _why_not_axis(axis_name)
-        or _why_not_sizes(platform, config.precision, hidden, intermediate)
+        or (platform == "gpu" and _why_not_ranks(axis_name))
+        or _why_not_precision(platform, config.precision)
+        or (platform == "gpu" and _why_not_sizes(hidden, intermediate, top_k, local_experts))
     )
-    if reason is not None:
+    if reason:
         raise ValueError(
             f"config.implementation is {config.implementation!r} and 'ffi' cannot run: {reason}; "
             "'xla' runs on any backend"
@@ -80,10 +97,31 @@ def _why_not_axis(axis_name):
     return None
 
 
-def _why_not_sizes(platform, precision, hidden, intermediate):
-    if platform == "cpu":
-        return None if precision == "bf16" else f"on CPU precision {precision!r} has no handler"
+def _why_not_ranks(axis_name):
+    ranks = _mesh.axis_size(axis_name)
+    if ranks > _GPU_MAX_RANKS:
+        return f"axis {axis_name!r} has {ranks} ranks and the kernels take at most {_GPU_MAX_RANKS}"
+    if ranks > 1 and jax.process_count() > 1:
+        return (
+            f"there are {jax.process_count()} processes and the ranks of the GPU kernels meet "
+            "inside one process"
+        )
+    return None
+
+
+def _why_not_precision(platform, precision):
+    return None if precision == "bf16" else f"on {platform} precision {precision!r} has no handler"
+
+
+def _why_not_sizes(hidden, intermediate, top_k, local_experts):
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         if size % _GPU_MULTIPLE:
             return f"the {name} size is {size} and must be a multiple of {_GPU_MULTIPLE}"
+    if top_k > _GPU_MAX_TOP_K:
+        return f"expert_ids has {top_k} slots a token and the kernels take at most {_GPU_MAX_TOP_K}"
+    if local_experts > _GPU_MAX_LOCAL_EXPERTS:
+        return (
+            f"w_gate has {local_experts} experts on this rank and the kernels take at most "
+            f"{_GPU_MAX_LOCAL_EXPERTS}"
+        )
     return None

@@ -10,9 +10,10 @@ import hashlib
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from jax_megamoe import _runtime
+from jax_megamoe import _mesh, _runtime
 
 
 class Workspace(NamedTuple):
@@ -42,6 +43,9 @@ def make(
 ) -> Workspace:
     """Makes the workspace of one operation, or finds it.
 
+    On GPUs every local device gets a block of memory that the others can reach; this allocates and
+    waits for the devices, once for each key.
+
     Args:
       axis_name: expert axis; None for one device.
       ranks: size of the expert axis.
@@ -50,11 +54,12 @@ def make(
       local_experts: experts per rank.
       hidden: width of a token.
       intermediate: width of an expert.
-      dtype: of the tokens, bf16 or f32.
+      dtype: of the tokens, bf16 or f32; GPUs keep all rows in bf16.
       capacity_factor: see `MoEConfig.capacity_factor`.
 
     Raises:
-      ValueError: the sizes exceed what row numbers in int32 can hold.
+      ValueError: the sizes exceed what row numbers in int32 can hold, or GPUs have no memory for
+        the workspace or cannot reach each other's.
       RuntimeError: the compiled module cannot be used here.
     """
     rows = capacity_rows(
@@ -72,10 +77,15 @@ def make(
         hidden=hidden,
         intermediate=intermediate,
         capacity_rows=rows,
-        staged_bytes=jnp.dtype(dtype).itemsize,
     )
-    key = _key(axis_name, sizes)
-    _runtime.load().register_workspace(key, **sizes)
+    if _mesh.platform() == "gpu":
+        devices = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
+        key = _key(axis_name, sizes)
+        _runtime.load().register_cuda_workspace(key, **sizes, devices=devices)
+    else:
+        sizes["staged_bytes"] = jnp.dtype(dtype).itemsize
+        key = _key(axis_name, sizes)
+        _runtime.load().register_workspace(key, **sizes)
     return Workspace(key, rows)
 
 

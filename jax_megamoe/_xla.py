@@ -67,7 +67,8 @@ def _forward(call, *args):
     return moe_mlp(call, *args), args
 
 
-def _backward(call, residuals, cotangents):
+def backward(call, residuals, cotangents):
+    """Returns the cotangents of the six arguments; `residuals` are the arguments."""
     x, expert_ids, expert_weights, w_gate, w_up, w_down = residuals
     dy, _ = cotangents
     plan = _make_plan(call, expert_ids, w_gate.shape[0])
@@ -104,7 +105,7 @@ def _backward(call, residuals, cotangents):
     return dx, None, d_weights, *(dw.astype(w_gate.dtype) for dw in dws)
 
 
-moe_mlp.defvjp(_forward, _backward)
+moe_mlp.defvjp(_forward, backward)
 
 
 class _Window(NamedTuple):

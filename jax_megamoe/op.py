@@ -94,8 +94,14 @@ def moe_mlp(
     ranks = _mesh.axis_size(axis_name)
     _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
     _mesh.check_unsharded(x=x, expert_ids=expert_ids, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    local_experts, hidden, intermediate = w_gate.shape
     chosen = _implementation.choose(
-        config, axis_name, hidden=w_gate.shape[1], intermediate=w_gate.shape[2]
+        config,
+        axis_name,
+        hidden=hidden,
+        intermediate=intermediate,
+        top_k=expert_ids.shape[1],
+        local_experts=local_experts,
     )
     args = _mesh.vary_alike(axis_name, x, expert_ids, expert_weights, w_gate, w_up, w_down)
     if x.shape[0] == 0:

@@ -216,6 +216,10 @@ NB_MODULE(_ffi, m) {
   m.def("register_cuda_workspace", RegisterCudaWorkspace, "key"_a, nb::kw_only(), "ranks"_a,
         "tokens"_a, "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
         "devices"_a);
+  m.def("fill_cuda_workspace", [](int64_t key, int byte) {
+    const std::string refusal = fill_cuda_workspace(key, byte);
+    if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+  });
 #endif
   m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,

@@ -1,9 +1,12 @@
 #include "ffi/workspace/cuda_workspace.h"
 
+#include <chrono>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <thread>
 
 #include "ffi/kernels/kernels.h"
 
@@ -79,6 +82,23 @@ const char* phase_name(int32_t phase) {
   return "unknown";
 }
 
+// Prints each failure once.
+void watch_for_failures() {
+  std::set<const Failure*> told;
+  while (true) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [key, workspace] : workspaces()) {
+      for (size_t i = 0; i < workspace->failure.size(); ++i) {
+        const std::string message = failure_message(*workspace, static_cast<int>(i));
+        if (message.empty() || !told.insert(workspace->failure[i]).second) continue;
+        std::fprintf(stderr, "jax_megamoe: %s\n", message.c_str());
+        std::fflush(stderr);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
@@ -129,7 +149,30 @@ std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
     return check.message();
   }
   workspaces()[key] = std::move(made);
+  static const bool watching = [] {
+    std::thread(watch_for_failures).detach();
+    return true;
+  }();
+  (void)watching;
   return "";
+}
+
+std::string fill_cuda_workspace(int64_t key, int byte) {
+  const CudaWorkspace* workspace = find_cuda_workspace(key);
+  if (workspace == nullptr) return "there is no such workspace";
+  const DeviceGuard guard;
+  Status check;
+  const int64_t flags = workspace->layout.common.flags;
+  const int64_t behind = flags + WorkspaceLayout::kFlagBytes;
+  for (size_t i = 0; i < workspace->block.size(); ++i) {
+    cudaSetDevice(workspace->device[i]);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    check(cudaMemset(workspace->block[i], byte, flags), "cudaMemset");
+    check(cudaMemset(workspace->block[i] + behind, byte, workspace->layout.bytes - behind),
+          "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  return check.message();
 }
 
 const CudaWorkspace* find_cuda_workspace(int64_t key) {

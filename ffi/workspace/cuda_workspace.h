@@ -33,7 +33,11 @@ const CudaWorkspace* find_cuda_workspace(int64_t key);
 // What a block's kernels may know of the others.
 Directory directory_of(const CudaWorkspace& workspace, int self, double timeout_s);
 
-// The message of a kernel that stopped while waiting, or an empty string.
+// The message of a kernel that stopped while waiting, or an empty string. It is also printed to
+// stderr when it happens: the error that reaches the caller from a stopped kernel is a bare CUDA one.
 std::string failure_message(const CudaWorkspace& workspace, int self);
+
+// Fills everything in the blocks but flags with the byte: for tests that nothing unwritten is read.
+std::string fill_cuda_workspace(int64_t key, int byte);
 
 }  // namespace megamoe

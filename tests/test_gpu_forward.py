@@ -1,0 +1,379 @@
+"""The fused forward on Hopper GPUs, against the oracle, and the matrix core alone.
+
+Ranks of a group that is larger than the number of GPUs run on one GPU, each on a stream of its own,
+through the target `jax_megamoe_forward_ranks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    ROUTINGS,
+    Shape,
+    assert_close,
+    assert_same_bits,
+    make_inputs,
+    oracle,
+    relative_error,
+    results_of,
+    sharded,
+)
+
+from jax_megamoe import MoEConfig, _runtime, moe_mlp
+
+pytestmark = pytest.mark.gpu
+
+BF16 = dict(x_dtype=jnp.bfloat16, w_dtype=jnp.bfloat16)
+FFI = MoEConfig(implementation="ffi")
+_keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
+
+
+@functools.cache
+def single(**config):
+    """The jitted operation on one GPU."""
+    config = MoEConfig(implementation="ffi", **config)
+    return jax.jit(lambda *args: moe_mlp(*args, config=config, return_stats=True))
+
+
+@functools.cache
+def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
+    """(workspace key, jitted operation on [ranks, ...] operands), all on the first GPU."""
+    key = next(_keys)
+    local = shape.experts // ranks
+    tokens = shape.tokens // ranks
+    _runtime.load().register_cuda_workspace(
+        key,
+        ranks=ranks,
+        tokens=tokens,
+        top_k=shape.top_k,
+        local_experts=local,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        capacity_rows=capacity_rows,
+        devices=[0] * ranks,
+    )
+    place = jnp.stack([jnp.zeros(ranks, jnp.int32), jnp.arange(ranks, dtype=jnp.int32)], 1)
+    results = (
+        jax.ShapeDtypeStruct((ranks, tokens, shape.hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((ranks, local), jnp.int32),
+        jax.ShapeDtypeStruct((ranks, 2), jnp.int32),
+    )
+
+    @jax.jit
+    def run(*args):
+        split = [a.reshape((ranks, -1) + a.shape[1:]) for a in args]
+        y, load, counters = jax.ffi.ffi_call("jax_megamoe_forward_ranks", results)(
+            *split,
+            place,
+            workspace=np.int64(key),
+            ranks=np.int64(ranks),
+            capacity_rows=np.int64(capacity_rows),
+            precision="bf16",
+            wgrad_precision="bf16",
+            swiglu_limit=np.float32(np.inf),
+            timeout_s=np.float32(30),
+            reserved_sms=np.int64(0),
+        )
+        return y.reshape(-1, shape.hidden), load.reshape(-1), counters
+
+    return key, run
+
+
+def check_forward(y, inputs, tolerance=1e-2):
+    want = oracle(inputs).y
+    assert y.dtype == inputs.x.dtype
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert relative_error(y, want) <= tolerance
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_routing_is_the_oracles(routing):
+    inputs = make_inputs(Shape(tokens=200, hidden=320, intermediate=192), routing, **BF16)
+    y, stats = single()(*inputs.args)
+    check_forward(y, inputs)
+    ids = np.asarray(inputs.expert_ids)
+    valid = ids[(ids >= 0) & (ids < 8)]
+    np.testing.assert_array_equal(stats.expert_load, np.bincount(valid, minlength=8))
+    assert stats.invalid_ids == ((ids < -1) | (ids >= 8)).sum()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 63, 64, 65, 127, 128, 129])
+def test_every_token_count_is_the_oracles(tokens):
+    inputs = make_inputs(Shape(tokens=tokens, top_k=2, experts=4), **BF16)
+    check_forward(single()(*inputs.args)[0], inputs)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 1), (8, 8), (32, 32)])
+def test_extreme_top_k_is_the_oracles(experts, top_k):
+    inputs = make_inputs(Shape(tokens=130, experts=experts, top_k=top_k), **BF16)
+    check_forward(single()(*inputs.args)[0], inputs)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (192, 1536)]
+)
+def test_odd_sizes_are_the_oracles(hidden, intermediate):
+    inputs = make_inputs(Shape(hidden=hidden, intermediate=intermediate), **BF16)
+    check_forward(single()(*inputs.args)[0], inputs)
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (4096, 1536)])
+def test_the_qwen3_layers_are_the_oracles(hidden, intermediate):
+    shape = Shape(tokens=1024, top_k=8, experts=128, hidden=hidden, intermediate=intermediate)
+    inputs = make_inputs(shape, **BF16)
+    check_forward(single()(*inputs.args)[0], inputs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_dtypes_and_scales(scale):
+    for x_dtype, w_dtype in itertools.product([jnp.bfloat16, jnp.float32], repeat=2):
+        inputs = make_inputs(scale=scale, x_dtype=x_dtype, w_dtype=w_dtype)
+        check_forward(single()(*inputs.args)[0], inputs)
+
+
+def test_the_error_is_close_to_that_of_xla_in_bf16():
+    inputs = make_inputs(Shape(tokens=512, hidden=512, intermediate=512), **BF16)
+    want = oracle(inputs).y
+    xla = jax.jit(lambda *a: moe_mlp(*a, config=MoEConfig(implementation="xla")))(*inputs.args)
+    assert relative_error(single()(*inputs.args)[0], want) <= 1.5 * relative_error(xla, want)
+
+
+def test_swiglu_limit_clamps():
+    inputs = make_inputs(scale=4.0, **BF16)
+    want = oracle(inputs, swiglu_limit=1.5).y
+    assert relative_error(single(swiglu_limit=1.5)(*inputs.args)[0], want) <= 1e-2
+    assert relative_error(single()(*inputs.args)[0], want) > 0.1
+
+
+def test_a_nan_stays_in_its_token():
+    inputs = make_inputs(**BF16)
+    clean, _ = single()(*inputs.args)
+    dirty, _ = single()(inputs.x.at[5].set(jnp.nan), *inputs.args[1:])
+    assert np.isnan(np.asarray(dirty[5], np.float32)).all()
+    keep = np.arange(len(clean)) != 5
+    assert_same_bits(np.asarray(dirty)[keep], np.asarray(clean)[keep])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("routing", ["random", "skewed", "holes", "first_experts", "none"])
+def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
+    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
+    inputs = make_inputs(shape, routing, **BF16)
+    want, want_stats = single()(*inputs.args)
+    for capacity_rows in (128, 1024, 8192):
+        key, run = ranks_on_one_gpu(shape, ranks, capacity_rows)
+        _runtime.load().fill_cuda_workspace(key, 0xFF)
+        y, load, counters = run(*inputs.args)
+        assert_same_bits(y, want)
+        np.testing.assert_array_equal(load, want_stats.expert_load)
+        tiles = -(-np.asarray(load).reshape(ranks, -1) // 128).sum(axis=1)
+        np.testing.assert_array_equal(counters[:, 1], -(-tiles * 128 // capacity_rows))
+
+
+def test_fifty_calls_give_the_same_bits_and_counts_may_change_between_calls():
+    a = make_inputs(Shape(tokens=512, top_k=8, experts=16, hidden=512, intermediate=256), **BF16)
+    b = make_inputs(Shape(tokens=77, top_k=3, experts=8), "skewed", **BF16)
+    first_a, first_b = single()(*a.args)[0], single()(*b.args)[0]
+    for seed in range(50):
+        other = make_inputs(
+            Shape(tokens=512, top_k=8, experts=16, hidden=512, intermediate=256),
+            "skewed",
+            seed=seed + 1,
+            **BF16,
+        )
+        single()(*other.args)
+        assert_same_bits(single()(*a.args)[0], first_a)
+        assert_same_bits(single()(*b.args)[0], first_b)
+
+
+def test_layers_of_two_sizes_interleave_in_a_program():
+    a = make_inputs(Shape(tokens=160, intermediate=128), **BF16)
+    b = make_inputs(Shape(tokens=160, intermediate=192, experts=4), seed=1, **BF16)
+
+    def layers(x):
+        for inputs in (a, b, a, b):
+            x = moe_mlp(x, *inputs.args[1:], config=FFI)
+        return x
+
+    want = a.x
+    for inputs in (a, b, a, b):
+        want = single()(want, *inputs.args[1:])[0]
+    assert_same_bits(jax.jit(layers)(a.x), want)
+    looped = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, x: x * 0.5 + layers(x), x))
+    assert_same_bits(looped(a.x), looped(a.x))
+
+
+def test_gradients_are_the_oracles():
+    inputs = make_inputs(x_dtype=jnp.bfloat16, w_dtype=jnp.float32)
+    got = jax.jit(lambda i: results_of(functools.partial(moe_mlp, config=FFI), i))(inputs)
+    assert got.dw_gate.dtype == jnp.float32
+    assert_close(got, oracle(inputs), 1e-2)
+
+
+def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it():
+    program = """
+        import jax, jax.numpy as jnp, numpy as np
+        from jax_megamoe import _runtime
+        ffi = _runtime.load()
+        sizes = dict(ranks=2, tokens=8, top_k=1, local_experts=1, hidden=64, intermediate=64)
+        ffi.register_cuda_workspace(7, **sizes, capacity_rows=256, devices=[0, 0])
+        shapes = ((8, 64), (1,), (2,))
+        types = (jnp.bfloat16, jnp.int32, jnp.int32)
+        results = [jax.ShapeDtypeStruct(*s) for s in zip(shapes, types)]
+        w = jnp.ones((1, 64, 64), jnp.bfloat16)
+        args = (jnp.ones((8, 64), jnp.bfloat16), jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1)))
+        call = jax.ffi.ffi_call("jax_megamoe_forward", results)
+        run = jax.jit(lambda *a: call(
+            *a, w, w, w, jnp.zeros(2, jnp.int32), workspace=np.int64(7), ranks=np.int64(2),
+            capacity_rows=np.int64(256), precision="bf16", wgrad_precision="bf16",
+            swiglu_limit=np.float32(np.inf), timeout_s=np.float32(2), reserved_sms=np.int64(0)))
+        try:
+            jax.block_until_ready(run(*args))
+        except Exception as error:
+            print("failed:", type(error).__name__)
+        import time; time.sleep(1)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=None,
+    )
+    assert "failed:" in done.stdout, done.stderr
+    assert "rank 0 of 2 waited too long in phase 'dispatch' for rank 1" in done.stderr
+
+
+PRODUCTS = ("gate_up", "down", "down_grad", "input_grad", "weight_grad")
+
+
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("product", range(5), ids=PRODUCTS)
+def test_the_matrix_core_is_right_in_every_product(product, ping_pong):
+    hidden, intermediate, counts = 256, 192, np.array([130, 0, 64, 1, 257, 300])
+    starts = np.concatenate([[0], np.cumsum(-(-counts // 128))])
+    rows = int(starts[-1]) * 128
+    rng = np.random.default_rng(product)
+
+    def normal(*size):
+        return rng.standard_normal(size, np.float32).astype(jnp.bfloat16)
+
+    valid = np.zeros((rows, 1), bool)
+    for start, count in zip(starts, counts, strict=False):
+        valid[start * 128 : start * 128 + count] = True
+    x = np.where(valid, normal(rows, hidden), 0).astype(jnp.bfloat16)
+    g, u = (np.where(valid, normal(rows, intermediate), 0).astype(jnp.bfloat16) for _ in "gu")
+    gate, up = normal(6, hidden, intermediate), normal(6, hidden, intermediate)
+    down = normal(6, intermediate, hidden)
+    operands = (
+        (x, x, gate, up),
+        (g, g, down, down),
+        (x, x, down, down),
+        (g, u, gate, up),
+        (x, x, g, g),
+    )[product]
+    out = (
+        (rows, intermediate),
+        (rows, hidden),
+        (rows, intermediate),
+        (rows, hidden),
+        (6, hidden, intermediate),
+    )[product]
+    results = (jax.ShapeDtypeStruct(out, jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32))
+    _runtime.load()
+    got = jax.jit(
+        lambda *a: jax.ffi.ffi_call("jax_megamoe_product", results)(
+            *a,
+            product=np.int64(product),
+            ping_pong=ping_pong,
+            hidden=np.int64(hidden),
+            intermediate=np.int64(intermediate),
+        )[0]
+    )(*operands, starts.astype(np.int32))
+    got = np.asarray(got, np.float32)
+    f = np.float32
+    for e, (start, count) in enumerate(zip(starts, counts, strict=False)):
+        r = slice(start * 128, start * 128 + count)
+        if product == 0:
+            gated = x[r].astype(f) @ gate[e].astype(f)
+            want = gated / (1 + np.exp(-gated)) * (x[r].astype(f) @ up[e].astype(f))
+        elif product == 1:
+            want = g[r].astype(f) @ down[e].astype(f)
+        elif product == 2:
+            want = x[r].astype(f) @ down[e].astype(f).T
+        elif product == 3:
+            want = g[r].astype(f) @ gate[e].astype(f).T + u[r].astype(f) @ up[e].astype(f).T
+        else:
+            want = x[r].astype(f).T @ g[r].astype(f)
+        assert relative_error(got[e] if product == 4 else got[r], want) <= 4e-3
+
+
+@pytest.mark.multigpu
+class TestTwoGpus:
+    """One process, two GPUs, each a rank."""
+
+    @staticmethod
+    def run(inputs, devices=None, **config):
+        devices = np.array(jax.devices("gpu")[:2] if devices is None else devices)
+        mesh = jax.sharding.Mesh(devices, ("expert",))
+        config = MoEConfig(implementation="ffi", **config)
+        return jax.jit(sharded(mesh, config, return_stats=True))(*inputs.args)
+
+    @pytest.mark.parametrize("routing", ROUTINGS)
+    def test_bits_are_those_of_one_gpu(self, routing):
+        shape = Shape(tokens=514, top_k=4, experts=16, hidden=512, intermediate=320)
+        inputs = make_inputs(shape, routing, **BF16)
+        want, stats = single()(*inputs.args)
+        check_forward(want, inputs)
+        for _ in range(3):
+            y, (load, _, _) = self.run(inputs)
+            assert_same_bits(np.asarray(y), np.asarray(want))
+            np.testing.assert_array_equal(load, stats.expert_load)
+
+    def test_the_order_of_the_devices_does_not_matter(self):
+        inputs = make_inputs(**BF16)
+        want = np.asarray(single()(*inputs.args)[0])
+        y, _ = self.run(inputs, jax.devices("gpu")[1::-1])
+        assert_same_bits(np.asarray(y), want)
+
+    def test_more_than_one_round(self):
+        shape = Shape(tokens=2048, top_k=4, experts=16)
+        inputs = make_inputs(shape, "first_experts", **BF16)
+        y, (_, _, rounds) = self.run(inputs, capacity_factor=0.25)
+        assert max(np.asarray(rounds)) > 1
+        assert_same_bits(np.asarray(y), np.asarray(single()(*inputs.args)[0]))
+
+    def test_a_thousand_calls_beside_other_collectives(self):
+        inputs = make_inputs(Shape(tokens=512, hidden=256), **BF16)
+        mesh = jax.sharding.Mesh(np.array(jax.devices("gpu")[:2]), ("expert",))
+        layer = sharded(mesh, MoEConfig(implementation="ffi", reserved_sms=16))
+        big = jnp.ones((2, 1 << 22), jnp.float32)
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=jax.sharding.PartitionSpec("expert"),
+            out_specs=jax.sharding.PartitionSpec("expert"),
+            check_vma=False,
+        )
+        def gather(a):
+            return jax.lax.all_gather(a, "expert", tiled=True).sum(0, keepdims=True) * 0.5
+
+        run = jax.jit(layer)
+        want = np.asarray(run(*inputs.args))
+        for i in range(1000):
+            y = run(*inputs.args)
+            big = gather(big)
+            if i % 100 == 99:
+                assert_same_bits(np.asarray(y), want)
+        np.testing.assert_array_equal(big, np.ones_like(big))
