@@ -106,6 +106,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
   constexpr int kBoxes = kRowBlocks * kOutN / 32;
   constexpr bool kAlternate = kSharing == Sharing::kPingPong;
+  // Of the register pool of 64,512; a larger sum never returns from setmaxnreg.
+  constexpr int kProducerRegisters = kAlternate ? 56 : 80;
+  constexpr int kConsumerRegisters = kAlternate ? 224 : 208;
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
 
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (warp == 0 && threadIdx.x == 0) {
       RingState<kStages> ring;
       RingState<kTileSlots> tile_ring;
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     const uint32_t warpgroup = warp / 4 - 1;
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
