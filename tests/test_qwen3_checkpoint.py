@@ -66,9 +66,11 @@ def test_saved_folder_holds_the_bits_that_were_loaded(case, layout, tmp_path, mo
     arrays_equal(again, model)
 
 
-def test_bf16_is_saved_as_bf16(tmp_path):
+def test_bf16_is_saved_as_bf16_in_place_of_older_weights(tmp_path):
+    shutil.copytree(DATA / "sharded" / "fused", tmp_path, dirs_exist_ok=True)
     model = load_hf(DATA / "base" / "per_expert_bf16")
     save_hf(model, tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
     header = read_header(tmp_path / "model.safetensors")
     assert {t.code for t in header.values()} == {"BF16"}
     want = read_header(DATA / "base" / "per_expert_bf16" / "model.safetensors")

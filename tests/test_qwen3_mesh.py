@@ -278,6 +278,7 @@ def test_custom_calls_give_the_same_and_run_once_in_each_direction():
     # Under full remat the recomputation of a layer stops before its experts.
     for direction in ("forward", "backward"):
         assert text.count(f'custom_call_target="jax_megamoe_{direction}"') == 1
+    assert text.count('custom_call_target="TopK"') == 1  # and does not choose again
     want = compiled("xla")[1]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative(a, b) < 1e-5

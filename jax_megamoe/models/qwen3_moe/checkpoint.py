@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe.config import MoEConfig
@@ -127,12 +128,13 @@ def save_hf(model: Qwen3MoE, folder: str | Path, *, layout: Layout = "per_expert
     """Writes a folder that transformers and `load_hf` read, in the format of the parameters.
 
     The tensors are fetched from the mesh a layer at a time and spread over files of at most 4 GiB.
-    With several processes all must call it; process 0 writes.
+    With several processes all must call it; process 0 writes, and all return when it has.
 
     Args:
       model: the model; an `ExpertBias` has no place in a Qwen3-MoE and is left out, with a warning
         if it is not zero.
-      folder: made if it does not exist.
+      folder: made if it does not exist; weights that are there already (`model*.safetensors`, the
+        index) are removed.
       layout: "per_expert", as public checkpoints are, or "fused".
 
     Raises:
@@ -146,13 +148,21 @@ def save_hf(model: Qwen3MoE, folder: str | Path, *, layout: Layout = "per_expert
     config = model.config
     _warn_of_bias(arrays)
 
-    files = _split(tensor_shapes(config, layout), dtype)
     tensors = _hf_tensors(model, arrays, layout)
-    if jax.process_index() != 0:
+    if jax.process_index() == 0:
+        _write(folder, config, layout, dtype, tensors)
+    else:
         for _ in tensors:  # takes part in the gathers
             pass
-        return
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"save_hf {folder}")
+
+
+def _write(folder, config, layout, dtype, tensors) -> None:
+    files = _split(tensor_shapes(config, layout), dtype)
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
     for file, entries in files.items():
         write_file(folder / file, entries, (next(tensors) for _ in entries))
     if len(files) > 1:

@@ -17,14 +17,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jax_megamoe._layer import EXPERT_IDS, EXPERT_WEIGHTS, OUTPUT, ROUTER_LOGITS
+from jax_megamoe._layer import OUTPUT, ROUTER_LOGITS
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
 from jax_megamoe.models.qwen3_moe.parameters import fsdp, layer_groups, parameters
 from jax_megamoe.op import moe_mlp
-from jax_megamoe.routing import route
+from jax_megamoe.routing import EXPERT_IDS, route
 
 Remat = Literal["full", "none"] | Callable[..., bool]
+
+# A recomputation that chose again could choose other experts than the forward pass used.
+_save_choice = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Runtime:
       expert_axis: the axis that the experts are split over.
       dtype: format of activations and matrix operands.
       moe: options of the expert path.
-      remat: "full" keeps only the input of each layer for the backward pass, "none" keeps
-        everything, and a `jax.checkpoint` policy keeps what it says.
+      remat: "full" keeps of each layer only the input and the choice of experts for the backward
+        pass, "none" keeps everything, and a `jax.checkpoint` policy keeps what it says.
     """
 
     config: Qwen3MoEConfig
@@ -151,8 +154,7 @@ def _experts(rt, group, p, x, token_mask):
             expert_bias=p.get("expert_bias"),
             token_mask=token_mask,
         )
-        ids = checkpoint_name(routing.expert_ids, EXPERT_IDS)
-        weights = checkpoint_name(routing.expert_weights, EXPERT_WEIGHTS)
+        ids, weights = routing.expert_ids, routing.expert_weights
     with jax.named_scope("moe_experts"):
         y = moe_mlp(
             *(a.reshape(-1, a.shape[-1]) for a in (x, ids, weights)),
@@ -284,7 +286,7 @@ def decode(
             return h, (kept, record, h if keep_all else None)
 
         if rt.remat != "none":
-            policy = None if rt.remat == "full" else rt.remat
+            policy = _save_choice if rt.remat == "full" else rt.remat
             body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         h, (kv, record, residual) = lax.scan(body, h, params["layers"][i])
         kept.append(kv)

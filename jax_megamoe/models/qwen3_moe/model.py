@@ -37,9 +37,9 @@ class Qwen3MoE(nnx.Module):
     The whole model runs inside one `jax.shard_map` over all axes of the mesh. The batch is split
     over all of them; the experts lie on the expert axis; every parameter is spread over the
     remaining axes (those without experts over all axes) and gathered, in the compute dtype, layer
-    by layer where it is used. Explicit and Auto axes are both fine, under `jax.jit`, `nnx.jit` or
-    neither. A batch that the number of devices does not divide is filled up with rows that are
-    not routed.
+    by layer where it is used. Explicit and Auto axes are both fine (with Explicit ones JAX wants
+    gradients to be taken under `jax.jit`, `nnx.jit` or `jax.set_mesh`). A batch that the number of
+    devices does not divide is filled up with rows that are not routed.
 
     Layers of one kind that follow each other are stacked and scanned over, so compile time does
     not grow with their number.
@@ -53,8 +53,9 @@ class Qwen3MoE(nnx.Module):
       dtype: format of activations and matrix operands.
       param_dtype: format of the stored parameters, and of their gradients.
       moe: options of the expert path.
-      remat: "full" recomputes each layer in the backward pass, "none" keeps everything, a
-        `jax.checkpoint` policy keeps what it says, for example `jax_megamoe.nnx.save_routing`.
+      remat: "full" recomputes each layer in the backward pass from its input and its tokens' choice
+        of experts, "none" keeps everything, a `jax.checkpoint` policy keeps what it says, for
+        example `jax_megamoe.nnx.save_routing`.
       expert_bias: adds a selection bias to every layer with experts (`jax_megamoe.nnx.ExpertBias`,
         f32 [layers, E], zeros), for balancing without an auxiliary loss.
 
@@ -238,7 +239,10 @@ def _initial_values(runtime, dtype):
         std = config.initializer_range
         return [initialize(info, k, std, dtype) for info, k in zip(leaves, keys, strict=True)]
 
-    compiled = jax.jit(values, out_shardings=placement)
+    # It runs once, and LLVM's optimisation of 15 random generators took longer than everything else
+    # together: 8.8 s of 10.
+    quick = {"xla_backend_optimization_level": 0}
+    compiled = jax.jit(values, out_shardings=placement, compiler_options=quick)
     return lambda key: tree.unflatten(compiled(key))
 
 
