@@ -1,6 +1,7 @@
 """Training of a tiny Qwen3-MoE by examples/train_qwen3_moe.py and its step."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -47,18 +48,25 @@ def mesh_of(data, expert, order=None):
     return meshes.make_mesh(CONFIG.num_experts, expert, devices)
 
 
+@functools.cache
 def trainer(mesh, config=CONFIG, tx=SGD, bias_rate=0.0, dtype=jnp.float32, moe=MoEConfig()):
-    model = qwen3_moe.Qwen3MoE(
-        config, rngs=nnx.Rngs(1), mesh=mesh, dtype=dtype, moe=moe, expert_bias=bool(bias_rate)
-    )
-    graphdef, state, shardings = initial_state(model, tx)
-    step = make_step(graphdef, qwen3_moe.loss, tx, lambda _: 1.0, shardings, bias_rate=bias_rate)
-    return step, state
+    """The compiled step, and a function that makes the state before the first one."""
+
+    def start():
+        model = qwen3_moe.Qwen3MoE(
+            config, rngs=nnx.Rngs(1), mesh=mesh, dtype=dtype, moe=moe, expert_bias=bool(bias_rate)
+        )
+        return initial_state(model, tx)
+
+    graphdef, _, shardings = start()
+    loss = qwen3_moe.loss
+    step = make_step(graphdef, loss, tx, lambda _: 1.0, shardings, bias_rate=bias_rate)
+    return step, lambda: start()[1]
 
 
 def one_step(mesh, batch, accumulate=1, **kwargs):
-    step, state = trainer(mesh, **kwargs)
-    return step(state, meshes.put_batch(batch, mesh, accumulate))
+    step, start = trainer(mesh, **kwargs)
+    return step(start(), meshes.put_batch(batch, mesh, accumulate))
 
 
 def random_batch(rows, length=16, padding=(), seed=0):
@@ -128,7 +136,7 @@ def test_total_is_the_language_loss_and_the_auxiliary_loss_once(single_device):
 
 
 def test_four_equal_microbatches_make_the_step_of_one():
-    quarter = random_batch(4)
+    quarter = random_batch(8)
     whole = text.Batch(*(np.tile(x, (4, 1)) for x in quarter))
     mesh = mesh_of(2, 2)
     state, metrics = one_step(mesh, quarter)
@@ -152,22 +160,20 @@ def test_microbatches_count_by_their_tokens():
 
 
 def test_padded_tokens_change_nothing():
-    batch = random_batch(2, padding=[(0, 7), (1, 12)])
-    noise = random_batch(2, seed=9).input_ids
+    batch = random_batch(8, padding=[(0, 7), (3, 12), (4, 0)])
+    noise = random_batch(8, seed=9).input_ids
     other = batch._replace(input_ids=np.where(batch.attention_mask == 1, batch.input_ids, noise))
-    mesh = mesh_of(1, 2)
-    step, state = trainer(mesh)
-    copy = jax.tree.map(jnp.copy, state)
-    state, _ = step(state, meshes.put_batch(batch, mesh, 1))
-    copy, _ = step(copy, meshes.put_batch(other, mesh, 1))
+    state, _ = one_step(mesh_of(2, 2), batch)
+    same, _ = one_step(mesh_of(2, 2), other)
     for name, value in named(state.params).items():
-        np.testing.assert_array_equal(value, named(copy.params)[name], err_msg=name)
+        np.testing.assert_array_equal(value, named(same.params)[name], err_msg=name)
 
 
 def test_bias_balancing_moves_only_the_biases_by_the_rate():
     config = dataclasses.replace(CONFIG, router_aux_loss_coef=0.0)
     decay = optax.adamw(1e-3, weight_decay=0.5)
-    step, state = trainer(mesh_of(1, 2), config, decay, bias_rate=1e-3)
+    step, start = trainer(mesh_of(1, 2), config, decay, bias_rate=1e-3)
+    state = start()
     batch = meshes.put_batch(random_batch(8), mesh_of(1, 2), 2)
     expected = np.zeros((2, 4), np.float32)
     for _ in range(3):
@@ -193,8 +199,8 @@ def test_biases_follow_the_order_of_the_layers():
 
 def test_one_compilation_no_growth_and_f32_parameters_under_bf16():
     mesh = mesh_of(1, 2)
-    step, state = trainer(mesh, tx=optax.adamw(1e-3), dtype=jnp.bfloat16)
-    live = {}
+    step, start = trainer(mesh, tx=optax.adamw(1e-3), dtype=jnp.bfloat16)
+    state, live = start(), {}
     for i in range(12):  # new routing each step
         before = state
         state, metrics = step(state, meshes.put_batch(random_batch(4, seed=i), mesh, 1))
@@ -207,7 +213,8 @@ def test_one_compilation_no_growth_and_f32_parameters_under_bf16():
 
 
 def test_parameters_and_moments_are_spread_over_all_devices():
-    _, state = trainer(mesh_of(2, 2), tx=optax.adamw(1e-3))
+    _, start = trainer(mesh_of(2, 2), tx=optax.adamw(1e-3))
+    state = start()
     adam = state.opt_state[0]
     for params in (state.params, adam.mu, adam.nu):
         leaves, _ = jax.tree_util.tree_flatten_with_path(params)

@@ -142,6 +142,13 @@ def test_checkpoint_keeps_bits_and_shardings(tmp_path):
     assert restored["w"]["m"].get_value().sharding == place
     assert int(restored["step"]) == 7
 
+    # On other devices, in another order, cut along another axis.
+    other = NamedSharding(meshes.make_mesh(8, 2, jax.devices()[5:1:-1]), P("data"))
+    like["w"]["m"].set_value(jax.device_put(jnp.zeros_like(values), other))
+    moved = Checkpoints(folder, {"seed": 1}, resume=True).restore(like)["w"]["m"].get_value()
+    np.testing.assert_array_equal(moved, values)
+    assert moved.sharding == other
+
     with pytest.raises(ValueError, match="made with seed = 1, this run has 2"):
         Checkpoints(folder, {"seed": 2}, resume=True)
     with pytest.raises(ValueError, match="found no checkpoint"):
