@@ -23,7 +23,13 @@ COMMON = {
     "num_experts_per_tok": 2,
     "hidden_act": "silu",
 }
-OLD = {**COMMON, "num_experts": 8, "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
+OLD = {
+    **COMMON,
+    "num_experts": 8,
+    "rope_theta": 1e6,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+}
 NEW = {
     **COMMON,
     "num_local_experts": 8,
