@@ -283,6 +283,22 @@ def test_formats_of_compute_and_storage():
         assert {a.dtype for a in jax.tree.leaves(model.arrays())} == {jnp.dtype(storage)}
 
 
+def test_float16_checkpoint_is_computed_in_float32(tmp_path):
+    def halve(content):
+        content.update({key: value.astype(np.float16) for key, value in content.items()})
+
+    folder = rewrite(DATA / "base" / "fused", tmp_path / "model", halve)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    model = load_hf(folder)
+    assert model.runtime.dtype == jnp.float32
+    np.testing.assert_array_equal(
+        model.lm_head[...], tensors(folder)["lm_head.weight"].astype(np.float32)
+    )
+    with pytest.raises(ValueError, match="dtype is float16; it must be bfloat16 or float32"):
+        load_hf(folder, dtype=jnp.float16)
+
+
 def test_a_bias_that_cannot_be_saved_is_not_lost_silently(tmp_path):
     model = load_hf(DATA / "base" / "fused", expert_bias=True)
     with warnings.catch_warnings():

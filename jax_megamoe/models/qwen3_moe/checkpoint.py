@@ -81,7 +81,8 @@ def load_hf(
     Args:
       folder: holds `config.json` and the safetensors files.
       mesh: where the model lies; None takes the mesh of `jax.set_mesh`, or else one device.
-      dtype: compute format; None takes that of the checkpoint.
+      dtype: compute format, bfloat16 or float32; None takes that of the checkpoint (float32 for
+        float16, which the experts do not compute in).
       param_dtype: storage format; None is `dtype`. For training: `dtype=jnp.bfloat16,
         param_dtype=jnp.float32`.
       expert_axis, moe, remat, expert_bias: as in `Qwen3MoE`.
@@ -93,7 +94,9 @@ def load_hf(
     """
     folder = Path(folder)
     config = Qwen3MoEConfig.from_hf(folder)
-    dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+    if dtype is None:
+        dtype = "float32" if config.dtype == "float16" else config.dtype
+    dtype = jnp.dtype(dtype)
     param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
     runtime = make_runtime(config, mesh, expert_axis, dtype, moe, remat)
 

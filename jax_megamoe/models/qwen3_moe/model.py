@@ -189,7 +189,7 @@ def make_runtime(
     if mesh is None:
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
-            device = jax.config.jax_default_device or jax.local_devices()[0]
+            (device,) = jnp.zeros(()).devices()
             mesh = Mesh(np.array([[device]]), ("data", expert_axis))
     if expert_axis not in mesh.axis_names:
         raise ValueError(
@@ -206,7 +206,10 @@ def make_runtime(
         raise ValueError(
             f"remat is {remat!r}; it must be 'full', 'none' or a jax.checkpoint policy"
         )
-    return Runtime(config, mesh, expert_axis, jnp.dtype(dtype), moe, remat)
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"dtype is {dtype.name}; it must be bfloat16 or float32")
+    return Runtime(config, mesh, expert_axis, dtype, moe, remat)
 
 
 def specs(runtime: Runtime, arrays: dict[str, Any]) -> dict[str, Any]:
