@@ -61,7 +61,7 @@ def test_small_values_survive(implementation, dtype):
 
 
 # Sizes around the row tile and the chunk of a team, and one and no token.
-@pytest.mark.parametrize("tokens", [0, 1, 7, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 63, 64, 65, 127, 128, 129, 257])
 def test_token_counts(implementation, tokens):
     inputs = make_inputs(Shape(tokens=tokens, top_k=2, experts=4, intermediate=64), seed=tokens)
     got = runner(implementation)(inputs)
@@ -73,9 +73,16 @@ def test_token_counts(implementation, tokens):
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(16, 1, 8), Shape(16, 8, 8), Shape(6, 2, 2), Shape(2, 8, 8)]
+    "shape",
+    [
+        Shape(16, 1, 8),  # one expert per token
+        Shape(16, 8, 8),  # all experts
+        Shape(2, 8, 8),
+        Shape(16, 2, 4, 320, 192),  # sizes that are multiples of 64 and not of 128
+        Shape(16, 2, 4, 24, 40),  # and of neither
+    ],
 )
-def test_one_expert_per_token_and_all_experts(implementation, shape):
+def test_sizes(implementation, shape):
     inputs = make_inputs(shape)
     assert_close(runner(implementation, 2)(inputs), oracle(inputs), F32)
 

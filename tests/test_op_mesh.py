@@ -68,8 +68,9 @@ def test_axes_left_to_the_compiler():
     assert_close(jax.jit(functools.partial(results_of, f))(spread), oracle(inputs), F32)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("reduce", [lax.psum, lax.pmean])
+@pytest.mark.parametrize(
+    "reduce, check_vma", [(lax.psum, True), (lax.psum, False), (lax.pmean, True)]
+)
 def test_loss_reduced_inside_the_shard_map(implementation, reduce, check_vma):
     # The same loss on every device: its gradient must not be counted once per device.
     inputs = make_inputs()
