@@ -331,11 +331,11 @@ def describe(run: Run, state: TrainState) -> str:
 def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np.ndarray) -> None:
     """Writes the sample, the picture and the summary; prints what matters of them."""
     args, config, mesh = run.args, run.config, run.mesh
-    sample = sample_text(run, graphdef, state) if args.sample_tokens else ""
-    if jax.process_index():
-        return
     if not len(loads):
         print(f"all {args.steps} steps were done before")
+        return
+    sample = sample_text(run, graphdef, state) if args.sample_tokens else ""
+    if jax.process_index():
         return
     (args.out / "sample.txt").write_text(sample)
 
@@ -353,7 +353,16 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
         flops_per_token=training_flops_per_token(config, args.seq_len),
         devices=mesh.size,
     )
-    summary |= {"parameters": size, "unigram": run.unigram, **run.fixed}
+    device = jax.local_devices()[0]
+    summary |= {
+        "parameters": size,
+        "unigram": run.unigram,
+        **run.fixed,
+        **{name: getattr(args, name) for name in ("implementation", "precision", "dtype")},
+        "device": device.device_kind,
+        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "jax": jax.__version__,
+    }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
 
     last = report.final([r["lm_loss"] for r in records])

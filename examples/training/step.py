@@ -65,35 +65,33 @@ def make_step(
         def objective(params, micro, weight):
             model = nnx.merge(graphdef, params, state.others)
             total, metrics = loss(model, micro.input_ids, micro.labels, micro.attention_mask)
-            scaled = {n: weight * metrics[n] for n in ("lm_loss", "aux_loss")}
-            return weight * total, {
-                **scaled, "total": weight * total, "expert_load": metrics["expert_load"]
-            }  # fmt: skip
+            metrics = {n: metrics[n] for n in ("lm_loss", "aux_loss", "expert_load")}
+            metrics |= {n: weight * metrics[n] for n in ("lm_loss", "aux_loss")}
+            return weight * total, metrics | {"total": weight * total}
 
-        def accumulate(sums, microbatch):
-            grads, metrics = jax.grad(objective, has_aux=True)(state.params, *microbatch)
-            return jax.tree.map(jnp.add, sums, (grads, metrics)), None
-
-        def first(microbatch):
+        def gradients(microbatch):
             return jax.grad(objective, has_aux=True)(state.params, *microbatch)
 
+        def add(sums, microbatch):
+            return jax.tree.map(jnp.add, sums, gradients(microbatch)), None
+
         microbatches = (batch, weights)
+        one = jax.tree.map(lambda x: x[0], microbatches)
         if weights.shape[0] == 1:
-            grads, metrics = first(jax.tree.map(lambda x: x[0], microbatches))
+            grads, metrics = gradients(one)
         else:
-            shapes = jax.eval_shape(first, jax.tree.map(lambda x: x[0], microbatches))
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            zeros = jax.tree.map(
+                lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(gradients, one)
+            )
             zeros = (jax.lax.with_sharding_constraint(zeros[0], shardings.params), zeros[1])
-            (grads, metrics), _ = jax.lax.scan(accumulate, zeros, microbatches)
+            (grads, metrics), _ = jax.lax.scan(add, zeros, microbatches)
         grads = jax.lax.with_sharding_constraint(grads, shardings.params)
 
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         others = state.others
         if bias_rate:
             others = update_biases(others, metrics["expert_load"], bias_rate)
-        metrics = metrics | {
-            "grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)
-        }  # fmt: skip
+        metrics |= {"grad_norm": optax.tree.norm(grads), "lr": schedule(state.step)}
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, others, opt_state), metrics
 
