@@ -1,0 +1,210 @@
+"""The picture of the records: times as bars, their ratio to the dense product written on them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from jax_megamoe._bench import core, layer
+from jax_megamoe._bench.report import Record
+
+_INK = "#222222"
+_DENSE = "#b8bcc2"
+_COLOURS = {"ffi": "#1b6ca8", "xla": "#e08a2c"}
+_ORGANISATIONS = {"cooperative": "#2f8f6b", "ping_pong": "#8cc9ad"}
+_HATCHES = {"bf16": "", "fp8": "//", "mxfp8": "xx", "fp8_bwd": ".."}
+# A bar beyond this many times the tallest dense bar is cut, so that the others can be read.
+_CUT = 3.0
+_CORE_BAR = 0.92
+_UPRIGHT = dict(rotation=90, ha="center", va="bottom", fontsize=7.5)
+
+
+def draw(records: Sequence[Record], path: pathlib.Path) -> None:
+    """Draws a column for each shape, a panel for each pass, and one for the matrix core.
+
+    Args:
+      records: at most one of each configuration.
+      path: of the picture; its suffix is the format.
+
+    Raises:
+      ValueError: there are no records, or they are of several devices or token counts.
+    """
+    kinds = {(record["device"], record["tokens_per_gpu"]) for record in records}
+    if len(kinds) != 1:
+        raise ValueError(
+            "a picture is of one kind of device and one number of tokens; the records are of "
+            + (", ".join(f"{device} with {tokens}" for device, tokens in sorted(kinds)) or "none")
+        )
+    shapes = list(dict.fromkeys(record["shape"] for record in records))
+    passes = [p for p in (*layer.PASSES, "matrix_core") if any(r["pass"] == p for r in records)]
+    figure, axes = plt.subplots(
+        len(passes),
+        len(shapes),
+        figsize=(0.6 + 5.4 * len(shapes), 1.2 + 2.6 * len(passes)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, pass_ in zip(axes, passes, strict=True):
+        for panel, shape in zip(row, shapes, strict=True):
+            mine = [r for r in records if r["shape"] == shape and r["pass"] == pass_]
+            if not mine:
+                panel.axis("off")
+                continue
+            _style(panel)
+            title = f"{shape}, {pass_.replace('_', ' ')}"
+            panel.set_title(title, loc="left", fontsize=10, color=_INK)
+            if pass_ == "matrix_core":
+                _draw_core(panel, mine)
+            else:
+                _draw_pass(panel, mine)
+    _caption(figure, records)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _groups(records):
+    """(gpus, routing) of every group of bars, in the order of the axis."""
+    found = {(r["routing"], r["gpus"]) for r in records}
+    order = sorted(found, key=lambda g: (layer.ROUTINGS.index(g[0]), g[1]))
+    return [(gpus, routing) for routing, gpus in order]
+
+
+def _series(records):
+    """(implementation, precision) of every bar beside the dense one."""
+    found = {(r["implementation"], r["precision"]) for r in records}
+    return sorted(found, key=lambda s: (list(_COLOURS).index(s[0]), list(_HATCHES).index(s[1])))
+
+
+def _draw_pass(panel, records):
+    series, groups = _series(records), _groups(records)
+    width = 0.86 / (1 + len(series))
+    dense = [r["dense_ms"] for r in records if r["dense_ms"]]
+    times = [r["ms"] for r in records if r["ms"]]
+    limit = min(_CUT * max(dense, default=1), max([*times, *dense], default=1))
+    panel.set_ylim(0, 1.22 * limit)
+    for place, (gpus, routing) in enumerate(groups):
+        here = [r for r in records if (r["gpus"], r["routing"]) == (gpus, routing)]
+        left = place - 0.43 + width / 2
+        dense_ms = next((r["dense_ms"] for r in here if r["dense_ms"]), None)
+        if dense_ms:
+            panel.bar(left, dense_ms, width, color=_DENSE)
+            _write(panel, left, dense_ms, _number(dense_ms))
+        for record in here:
+            n = 1 + series.index((record["implementation"], record["precision"]))
+            _draw_bar(panel, left + n * width, width, record, limit)
+    panel.set_xlim(-0.55, len(groups) - 0.45)
+    panel.set_xticks(range(len(groups)), [f"EP={g}\n{routing}" for g, routing in groups])
+    panel.set_ylabel("ms", fontsize=9, color=_INK)
+
+
+def _draw_bar(panel, at, width, record, limit):
+    colour, ms = _COLOURS[record["implementation"]], record["ms"]
+    if ms is None:
+        text = _short(record.get("error", "not measured"))
+        panel.text(at, 0.02 * limit, text, color=colour, **_UPRIGHT)
+        return
+    height = min(ms, limit)
+    panel.bar(
+        at,
+        height,
+        width,
+        color=colour,
+        hatch=_HATCHES[record["precision"]],
+        edgecolor="white",
+        lw=0,
+    )
+    if ms > limit:
+        for lower in (0.90, 0.93):
+            panel.plot(
+                [at - width / 2, at + width / 2],
+                [lower * limit, (lower + 0.02) * limit],
+                color="white",
+                lw=1.6,
+            )
+    ratio = "" if record["ratio"] is None else f"\n{_number(record['ratio'])}×"
+    _write(panel, at, height, _number(ms) + ratio, bold=record["implementation"] == "ffi")
+
+
+def _draw_core(panel, records):
+    """The share of the dense rate that each product reaches."""
+    names = list(core.PRODUCTS)
+    for record in records:
+        place = names.index(record["product"])
+        n = list(_ORGANISATIONS).index(record["organisation"])
+        both = len(core.PRODUCTS[record["product"]].organisations) > 1
+        at = place + (0.38 * (n - 0.5) if both else 0)
+        if record["ratio"] is None:
+            text = _short(record.get("error", "not measured"))
+            panel.text(at, 0.02, text, color=_INK, **_UPRIGHT)
+            continue
+        share = 1 / record["ratio"]
+        panel.bar(at, share, 0.36, color=_ORGANISATIONS[record["organisation"]])
+        _write(panel, at, share, f"{share:.2f}")
+    panel.axhline(_CORE_BAR, color=_INK, lw=0.8, ls="--")
+    panel.text(len(names) - 0.45, _CORE_BAR, f" {_CORE_BAR}", va="center", fontsize=8, color=_INK)
+    panel.set_ylim(0, 1.22)
+    panel.set_xlim(-0.55, len(names) - 0.45)
+    panel.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
+    panel.set_ylabel("share of the dense rate", fontsize=9, color=_INK)
+
+
+def _caption(figure, records):
+    passes = [r for r in records if r["pass"] != "matrix_core"]
+    handles, patch = [], matplotlib.patches.Patch
+    if passes:
+        handles.append(patch(color=_DENSE, label="dense bf16 matmul of the same FLOPs"))
+    for implementation, precision in _series(passes):
+        notes = {
+            r["note"]: None
+            for r in passes
+            if (r["implementation"], r["precision"]) == (implementation, precision) and r["note"]
+        }
+        label = f"{implementation}, {precision}" + (f" ({'; '.join(notes)})" if notes else "")
+        colour, hatch = _COLOURS[implementation], _HATCHES[precision]
+        handles.append(patch(facecolor=colour, hatch=hatch, edgecolor="white", lw=0, label=label))
+    organisations = {r["organisation"] for r in records if r["pass"] == "matrix_core"}
+    for organisation, colour in _ORGANISATIONS.items():
+        if organisation in organisations:
+            label = f"matrix core, {organisation.replace('_', '-')}"
+            handles.append(patch(color=colour, label=label))
+    figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+    first = records[0]
+    figure.supxlabel(
+        f"{first['device']}, {first['tokens_per_gpu']} tokens per device, EP = number of devices. "
+        "Numbers: ms, and the ratio to the dense matmul.",
+        fontsize=8.5,
+        color=_INK,
+    )
+
+
+def _style(panel):
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(labelsize=8.5, colors=_INK)
+    panel.tick_params(axis="x", length=0)
+
+
+def _write(panel, at, height, text, bold=False):
+    panel.annotate(
+        text,
+        (at, height),
+        (0, 2),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7.5,
+        color=_INK,
+        weight="bold" if bold else "normal",
+    )
+
+
+def _number(value):
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _short(error):
+    return "out of memory" if "RESOURCE_EXHAUSTED" in error else error[:28]

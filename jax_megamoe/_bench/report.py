@@ -1,0 +1,137 @@
+"""Records of measurements: what they hold, where they are kept, how they are printed.
+
+A record is a flat JSON object; docs/benchmarks.md describes its keys.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+Record = dict[str, Any]
+
+# What a measurement is of. A later record with the same values replaces an earlier one in pictures.
+IDENTITY = (
+    "shape",
+    "pass",
+    "precision",
+    "implementation",
+    "routing",
+    "gpus",
+    "tokens_per_gpu",
+    "product",
+    "organisation",
+    "device",
+)
+
+
+def environment(commit: str | None) -> Record:
+    """Returns the keys that all records of a run share; `commit` None asks git."""
+    return dict(
+        device=jax.devices()[0].device_kind,
+        driver=_driver(),
+        jax=jax.__version__,
+        commit=commit or _commit(),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def timed(seconds: float | None, dense_seconds: float | None) -> Record:
+    """Returns the keys ms, dense_ms and ratio, None where something was not measured."""
+    ms, dense_ms = _milliseconds(seconds), _milliseconds(dense_seconds)
+    return dict(ms=ms, dense_ms=dense_ms, ratio=ms / dense_ms if ms and dense_ms else None)
+
+
+def read(paths: Sequence[pathlib.Path]) -> list[Record]:
+    """Returns the records of all files, in their order.
+
+    Raises:
+      ValueError: a file does not hold a list.
+    """
+    records = []
+    for path in paths:
+        found = json.loads(path.read_text())
+        if not isinstance(found, list):
+            raise ValueError(f"{path} holds no list of records")
+        records += found
+    return records
+
+
+def write(path: pathlib.Path, records: Sequence[Record]) -> None:
+    """Replaces the file by these records, one a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """Returns the last record of each identity."""
+    last = {tuple(record.get(key) for key in IDENTITY): record for record in records}
+    return list(last.values())
+
+
+def line(record: Record) -> str:
+    """Returns a record in one line, without its shape."""
+    what = record["implementation"] + " " + record["precision"]
+    if record["pass"] == "matrix_core":
+        what = f"{record['product']} {record['organisation']}"
+    head = f"{record['pass']:11s} {record['routing']:11s} {record['gpus']:4d} {what:23s}"
+    if record.get("error"):
+        return f"{head} {record['error']}"
+    memory = record["peak_bytes"]
+    return (
+        f"{head} {_fixed(record['ms']):>9s} {_fixed(record['dense_ms']):>9s} "
+        f"{_fixed(record['ratio']):>7s} {_fixed(memory and memory / 2**30, 2):>6s}  "
+        f"{record.get('note', '')}"
+    ).rstrip()
+
+
+def table(records: Sequence[Record]) -> str:
+    """Returns all records as a table, one section for each shape."""
+    heading = (
+        f"{'pass':11s} {'routing':11s} {'gpus':>4s} {'':23s} {'ms':>9s} {'dense':>9s} "
+        f"{'ratio':>7s} {'GiB':>6s}"
+    )
+    lines = []
+    for shape in dict.fromkeys(record["shape"] for record in records):
+        mine = [record for record in records if record["shape"] == shape]
+        tokens = ", ".join(str(n) for n in dict.fromkeys(r["tokens_per_gpu"] for r in mine))
+        lines += ["", f"{shape}, {tokens} tokens a device", heading, *map(line, mine)]
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds):
+    return None if seconds is None else float(f"{seconds * 1e3:.5g}")
+
+
+def _fixed(value, digits=3):
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _driver():
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = _output(query)
+    return found.splitlines()[0] if found else None
+
+
+def _commit():
+    """The commit of the source tree that this file is tracked in; None if it is in none."""
+    here = pathlib.Path(__file__)
+    if _output(["git", "ls-files", "--error-unmatch", here.name], cwd=here.parent) is None:
+        return None
+    head = _output(["git", "rev-parse", "--short", "HEAD"], cwd=here.parent)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], cwd=here.parent)
+    return head and head + ("-dirty" if changed else "")
+
+
+def _output(command, cwd=None):
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,75 @@
+"""Times programs against each other, interleaved, so that all see the same clocks and heat."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Back-to-back calls fill this much time in a round, so that the launch of the first, which nothing
+# hides, is a small part.
+ROUND_S = 0.05
+# A call that takes longer is timed in a few rounds only.
+_SLOW_S = 0.2
+_SLOW_ROUNDS = 3
+
+# What tracing, compiling and running raise: a wrong argument, memory that is not there, a timeout.
+ERRORS = (ValueError, TypeError, RuntimeError)
+
+
+def measure(
+    programs: dict[str, Callable[[], Any]], rounds: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the median seconds of a call of each program, and why the others failed.
+
+    A round calls each program in turn, many times back to back, and waits for all results on all
+    devices; the slowest device counts.
+
+    Args:
+      programs: what to call; each returns its results without waiting for them.
+      rounds: how many times each program gets its turn.
+    """
+    running, calls, seconds, failures = dict(programs), {}, {}, {}
+
+    def attempt(name, action):
+        try:
+            return action(programs[name])
+        except ERRORS as error:
+            failures[name] = reason(error)
+            del running[name]
+
+    for name in programs:
+        once = attempt(name, _warm_up)
+        if once is not None:
+            calls[name] = max(1, math.ceil(ROUND_S / once))
+            seconds[name] = []
+    for turn in range(rounds):
+        for name in list(running):
+            if turn >= _SLOW_ROUNDS and seconds[name][0] > _SLOW_S:
+                continue
+            took = attempt(name, lambda run, n=calls[name]: _seconds_of_a_call(run, n))
+            if took is not None:
+                seconds[name].append(took)
+    return {name: statistics.median(seconds[name]) for name in running}, failures
+
+
+def reason(error: Exception) -> str:
+    """Returns the first line of what an exception says."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:400]
+
+
+def _warm_up(run):
+    jax.block_until_ready(run())
+    return _seconds_of_a_call(run, 1)
+
+
+def _seconds_of_a_call(run, calls):
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = run()
+    jax.block_until_ready(results)
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,228 @@
+"""Times the layer against a dense product of the same FLOPs: `python -m jax_megamoe.bench`.
+
+  python -m jax_megamoe.bench --gpus 1,2 --core --out results.json --plot results.png
+  python -m jax_megamoe.bench --tiny
+
+docs/benchmarks.md says what is measured and how to read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jax_megamoe._bench import core, layer, report, timing
+from jax_megamoe.config import MoEConfig
+
+_PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
+_IMPLEMENTATIONS = ("ffi", "xla")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, or reads earlier results; prints the table, and writes and draws the records."""
+    options = _parse(arguments)
+    if options.read:
+        records = report.newest(report.read(options.read))
+        print(report.table(records))
+    else:
+        records = report.read([options.out]) if options.out and options.out.exists() else []
+        earlier = len(records)
+        started = time.perf_counter()
+        for record in _measure(options, report.environment(options.commit)):
+            elapsed = time.perf_counter() - started
+            print(f"[{elapsed:5.0f} s] {record['shape']} {report.line(record)}", flush=True)
+            records.append(record)
+            if options.out:
+                report.write(options.out, records)
+        print(report.table(records[earlier:]))
+    if options.plot:
+        from jax_megamoe._bench import plot
+
+        plot.draw(report.newest(records), options.plot)
+    return 0
+
+
+def _measure(options, environment) -> Iterator[report.Record]:
+    for name in options.shapes:
+        if options.core:
+            yield from _core_records(options, environment, name)
+        for gpus in options.gpus if options.passes else ():
+            yield from _layer_records(options, environment, name, gpus)
+
+
+def _core_records(options, environment, name):
+    shape = layer.SHAPES[name]
+    rows = options.tokens * shape.top_k
+    groups = min(64, shape.experts)
+    for timed in core.run(shape, rows=rows, groups=groups, rounds=options.rounds):
+        yield {
+            "shape": name,
+            "pass": "matrix_core",
+            "product": timed.product,
+            "organisation": timed.organisation,
+            "precision": "bf16",
+            "implementation": "ffi",
+            "routing": "multinomial",
+            "gpus": 1,
+            "tokens_per_gpu": options.tokens,
+            **report.timed(timed.seconds, timed.dense_seconds),
+            "peak_bytes": None,
+            **environment,
+            "note": f"{rows} rows in {groups} groups",
+            **({"error": timed.error} if timed.error else {}),
+        }
+
+
+def _layer_records(options, environment, name, gpus):
+    shape, tokens = layer.SHAPES[name], options.tokens
+    configs = {
+        (i, p): MoEConfig(implementation=i, precision=p)
+        for p in options.precisions
+        for i in options.implementations
+    }
+    why_not = None
+    try:
+        mesh = layer.mesh_of(gpus)
+        arguments = jax.block_until_ready(layer.make_arguments(mesh, shape, tokens))
+        routings = {r: _make_routing(mesh, name, tokens, r) for r in options.routings}
+    except timing.ERRORS as error:
+        why_not = timing.reason(error)
+
+    for pass_ in options.passes:
+        compiled, notes, memory, failures = {}, {}, {}, dict.fromkeys(configs, why_not)
+        for key, config in {} if why_not else configs.items():
+            try:
+                program = layer.layer_program(mesh, pass_, config)
+                lowered = program.lower(*arguments, *routings[options.routings[0]])
+                compiled[key] = lowered.compile()
+            except timing.ERRORS as error:
+                failures[key] = timing.reason(error)
+                continue
+            notes[key] = layer.describe(key[0], pass_, lowered.as_text())
+            memory[key] = layer.peak_bytes(compiled[key], shape, tokens, gpus, config)
+        if compiled:
+            dense = layer.dense_program(mesh)
+            operands = layer.make_dense(mesh, shape, tokens, pass_)
+        for routing in options.routings:
+            programs = {
+                key: functools.partial(run, *arguments, *routings[routing])
+                for key, run in compiled.items()
+            }
+            if compiled:
+                programs["dense"] = functools.partial(dense, *operands)
+            seconds, failed = timing.measure(programs, options.rounds)
+            for key in configs:
+                error = failed.get(key) or failures[key]
+                yield {
+                    "shape": name,
+                    "pass": pass_,
+                    "precision": key[1],
+                    "implementation": key[0],
+                    "routing": routing,
+                    "gpus": gpus,
+                    "tokens_per_gpu": tokens,
+                    **report.timed(seconds.get(key), seconds.get("dense")),
+                    "peak_bytes": memory.get(key),
+                    **environment,
+                    "note": notes.get(key, ""),
+                    **({"error": error} if error else {}),
+                }
+
+
+def _make_routing(mesh, name, tokens, routing):
+    made = layer.make_routing(mesh, layer.SHAPES[name], tokens, routing)
+    expert, rank = layer.load_of(mesh, layer.SHAPES[name], made[0])
+    print(
+        f"{name}, {mesh.size} device(s), {routing} routing: the fullest expert has {expert:.2f}x "
+        f"the mean load, the fullest rank {rank:.2f}x",
+        flush=True,
+    )
+    return made
+
+
+def _parse(arguments):
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_megamoe.bench",
+        description="Times the layer, forward and backward, in every implementation against a "
+        "dense bf16 product of the same FLOPs. Lists are separated by commas.",
+    )
+    shapes = tuple(name for name in layer.SHAPES if name != "tiny")
+
+    def a_list(flag, choices, default, text):
+        parser.add_argument(
+            flag, type=_list_of(choices), default=default, help=f"{text} (default: all)"
+        )
+
+    a_list("--shapes", tuple(layer.SHAPES), shapes, ", ".join(shapes) + ", or tiny")
+    a_list("--passes", layer.PASSES, layer.PASSES, ", ".join(layer.PASSES) + "; empty for none")
+    a_list("--implementations", _IMPLEMENTATIONS, _IMPLEMENTATIONS, ", ".join(_IMPLEMENTATIONS))
+    a_list("--routings", layer.ROUTINGS, layer.ROUTINGS, ", ".join(layer.ROUTINGS))
+    add = parser.add_argument
+    add(
+        "--precisions",
+        type=_list_of(_PRECISIONS),
+        default=("bf16",),
+        help=", ".join(_PRECISIONS) + " (default: bf16)",
+    )
+    add(
+        "--gpus",
+        type=_counts,
+        help="numbers of devices, the first N of this process; also the size of the expert axis "
+        "(default: 1 and all)",
+    )
+    add("--tokens", type=int, help="per device (default: 16384)")
+    add("--rounds", type=int, help="of which the median counts (default: 7)")
+    add("--core", action="store_true", help="also the products of the CUDA matrix core alone")
+    add("--tiny", action="store_true", help="a smoke test: the shape tiny with 64 tokens")
+    add("--out", type=pathlib.Path, help="JSON file to which the records are appended")
+    add("--plot", type=pathlib.Path, help="picture of the records of --out, or of this run")
+    add("--read", type=pathlib.Path, nargs="+", help="measure nothing, take these JSON files")
+    add("--commit", help="recorded in place of what git says")
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.shapes = ("tiny",)
+    for name, default in (("tokens", 64 if options.tiny else 16384), ("rounds", 7)):
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        if getattr(options, name) < 1:
+            parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
+    if options.read:
+        return options
+    if options.gpus is None:
+        options.gpus = tuple(dict.fromkeys((1, jax.device_count())))
+    if jax.default_backend() == "cpu" and options.passes and options.shapes != ("tiny",):
+        parser.error(
+            f"shapes is {', '.join(options.shapes)} and JAX runs on 'cpu', where their tens of GiB "
+            "take hours; --tiny runs there"
+        )
+    return options
+
+
+def _list_of(choices):
+    def parse(text):
+        values = tuple(text.split(",")) if text else ()
+        for value in values:
+            if value not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"{value!r} is none of {', '.join(map(repr, choices))}"
+                )
+        return values
+
+    return parse
+
+
+def _counts(text):
+    values = tuple(int(value) for value in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
+    return values
+
+
+if __name__ == "__main__":
+    sys.exit(main())

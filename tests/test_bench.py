@@ -1,0 +1,158 @@
+"""`python -m jax_megamoe.bench --tiny` in a process of its own: records, table and picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from cases import require_ffi
+
+from jax_megamoe import MoEConfig, bench
+from jax_megamoe._bench import layer, report, timing
+
+_KEYS = {
+    *("shape", "pass", "precision", "implementation", "routing", "gpus", "tokens_per_gpu"),
+    *("ms", "dense_ms", "ratio", "peak_bytes"),
+    *("device", "driver", "jax", "commit", "date", "note"),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The files that one run leaves, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    arguments = ["--tiny", "--core", "--rounds=1", "--gpus=2,1000", "--passes=forward,backward"]
+    arguments += ["--commit=abc1234", f"--out={folder / 'out' / 'tiny.json'}"]
+    if importlib.util.find_spec("matplotlib"):
+        arguments.append(f"--plot={folder / 'tiny.png'}")
+    run = subprocess.run(
+        [sys.executable, "-m", "jax_megamoe.bench", *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return folder, run.stdout
+
+
+def _records(tiny):
+    return json.loads((tiny[0] / "out" / "tiny.json").read_text())
+
+
+def test_every_configuration_has_a_record_with_all_keys(tiny):
+    records = _records(tiny)
+    assert all(set(r) >= _KEYS for r in records)
+    assert {r["commit"] for r in records} == {"abc1234"}
+    layers = [r for r in records if r["pass"] != "matrix_core"]
+    found = [(r["pass"], r["implementation"], r["routing"], r["gpus"]) for r in layers]
+    assert len(found) == len(set(found)) == 2 * 2 * 2 * 2
+
+
+def test_the_ratio_is_that_of_the_times(tiny):
+    measured = [r for r in _records(tiny) if r["ms"] is not None]
+    expected = {"xla"} if importlib.util.find_spec("jax_megamoe._ffi") is None else {"xla", "ffi"}
+    assert {r["implementation"] for r in measured} == expected
+    for record in measured:
+        assert "error" not in record and record["gpus"] == 2
+        assert record["ms"] > 0 and record["dense_ms"] > 0 and record["peak_bytes"] > 0
+        assert record["ratio"] == pytest.approx(record["ms"] / record["dense_ms"])
+
+
+def test_what_cannot_run_is_recorded_with_its_reason(tiny):
+    records = _records(tiny)
+    missing = [r for r in records if r["gpus"] == 1000]
+    assert all(r["error"].startswith("gpus is 1000 and this process has") for r in missing)
+    core = [r for r in records if r["pass"] == "matrix_core"]
+    assert {(r["product"], r["organisation"]) for r in core} >= {("weight_grad", "ping_pong")}
+    assert all("JAX runs on 'cpu'" in r["error"] for r in core)
+    assert all(r["ms"] is None and r["ratio"] is None for r in [*missing, *core])
+    printed = tiny[1].split("tiny, 64 tokens a device")[-1].splitlines()
+    assert len(printed) == 2 + len(records)
+
+
+def test_later_records_are_appended_and_replace_earlier_ones_in_pictures(tiny, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert (tiny[0] / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    out = tmp_path / "twice.json"
+    records = _records(tiny)
+    report.write(out, [dict(records[-1], ms=5.0)])
+    again = [str(tiny[0] / "out" / "tiny.json"), str(out)]
+    assert bench.main(["--read", *again, "--plot", str(tmp_path / "twice.png")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(records)
+    assert (tmp_path / "twice.png").stat().st_size > 10_000
+    assert bench.main(["--tiny", "--core", "--passes=", f"--out={out}"]) == 0
+    appended = report.read([out])
+    assert appended[0]["ms"] == 5.0
+    assert [r["pass"] for r in appended[1:]] == ["matrix_core"] * 9
+
+
+def test_a_picture_is_of_one_kind_of_device(tiny, tmp_path):
+    plot = pytest.importorskip("jax_megamoe._bench.plot")
+    records = _records(tiny)
+    with pytest.raises(ValueError, match="cpu with 64, other with 64"):
+        plot.draw([*records, dict(records[0], device="other")], tmp_path / "no.png")
+    with pytest.raises(ValueError, match="are of none"):
+        plot.draw([], tmp_path / "no.png")
+
+
+def test_routings_have_distinct_experts_and_the_documented_skew():
+    mesh, shape = layer.mesh_of(1), layer.Shape(8, 8, experts=128, top_k=8)
+    loads = {}
+    for routing in layer.ROUTINGS:
+        ids, weights = layer.make_routing(mesh, shape, 2048, routing)
+        assert ids.dtype == np.int32 and ids.shape == weights.shape == (2048, 8)
+        assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all()
+        np.testing.assert_allclose(np.sum(weights, axis=1), 1, rtol=1e-5)
+        loads[routing] = layer.load_of(mesh, shape, ids)[0]
+    assert loads["random"] < 1.5
+    assert 5 < loads["skewed"] < 9
+
+
+@pytest.mark.parametrize(
+    "pass_, calls", [("forward", (1, 0)), ("backward", (0, 1)), ("layer", (1, 1))]
+)
+def test_a_pass_makes_only_the_custom_calls_it_names(pass_, calls):
+    require_ffi()
+    mesh, shape = layer.mesh_of(1), layer.SHAPES["tiny"]
+    arguments = layer.make_arguments(mesh, shape, 8)
+    routing = layer.make_routing(mesh, shape, 8, "random")
+    program = layer.layer_program(mesh, pass_, MoEConfig(implementation="ffi"))
+    text = program.lower(*arguments, *routing).compile().as_text()
+    found = [text.count(f'custom_call_target="jax_megamoe_{p}"') for p in ("forward", "backward")]
+    assert tuple(found) == calls
+
+
+def test_a_program_that_fails_is_reported_and_the_others_are_timed():
+    def fails_the_second_time(seen=[]):  # noqa: B006
+        seen.append(1)
+        if len(seen) > 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nand much more")
+        return np.zeros(1)
+
+    programs = {"good": lambda: jax.numpy.ones(1000), "bad": fails_the_second_time}
+    seconds, failures = timing.measure(programs, rounds=1)
+    assert failures == {"bad": "RESOURCE_EXHAUSTED: no memory"}
+    assert list(seconds) == ["good"] and 0 < seconds["good"] < 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--shapes=qwen"], "'qwen' is none of 'qwen3-30b-a3b'"),
+        (["--passes=forward,inference"], "'inference' is none of"),
+        (["--gpus=0"], "number below 1"),
+        (["--tokens=0"], "tokens is 0"),
+        (["--shapes=qwen3-30b-a3b"], "shapes is qwen3-30b-a3b and JAX runs on 'cpu'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
