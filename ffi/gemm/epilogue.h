@@ -34,8 +34,8 @@ __device__ __forceinline__ int fragment_chunk(int lane) { return lane / 16; }
 // Stores 16 columns (values d[0..8)) of the warp's 16 rows as bf16; `address` is where this lane's
 // fragment_row() and fragment_chunk() go.
 __device__ __forceinline__ void store_16_columns(const float* d, void* address) {
-  cute::SM90_U32x4_STSM_N::copy(pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]),
-                                pack_bf16(d[4], d[5]), pack_bf16(d[6], d[7]),
+  cute::SM90_U32x4_STSM_N::copy(pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]), pack_bf16(d[4], d[5]),
+                                pack_bf16(d[6], d[7]),
                                 *reinterpret_cast<cute::uint128_t*>(address));
 }
 
@@ -64,8 +64,8 @@ __device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s
   s1 = r * a;
 }
 
-// Results leave a warpgroup in boxes of 64 rows x 64 bytes, double-buffered: consumers fill a box, a
-// storer warp writes it by TMA, so that no consumer waits for a store to complete.
+// Results leave a warpgroup in boxes of 64 rows x 64 bytes, double-buffered: consumers fill a box,
+// a storer warp writes it by TMA, so that no consumer waits for a store to complete.
 constexpr int kBoxRows = 64;
 constexpr int kBoxRowBytes = 64;
 
@@ -106,6 +106,25 @@ __device__ __forceinline__ void fill_box(uint8_t* box, const float* d) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     store_16_columns(d + 8 * j, box + box_offset(row, 2 * j + fragment_chunk(lane)));
+  }
+}
+
+// The box of a transposed tile: 32 tokens of 64 bf16 columns each (128-byte TMA swizzle).
+constexpr int kTransposedRows = 32;
+
+// Fills one transposed box from a warpgroup's 64 columns of 32 tokens, values d[0..16): the columns
+// are the accumulator's rows.
+__device__ __forceinline__ void fill_transposed_box(uint8_t* box, const float* d) {
+  const int lane = lane_here();
+  const int warp = threadIdx.x % kWarpgroup / 32;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int token = 16 * j + lane / 16 * 8 + lane % 8;
+    const int chunk = 2 * warp + lane / 8 % 2;
+    const float* v = d + 8 * j;
+    cute::SM90_U16x8_STSM_T::copy(
+        pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]),
+        *reinterpret_cast<cute::uint128_t*>(box + token * 128 + ((chunk ^ (token & 7)) << 4)));
   }
 }
 

@@ -10,11 +10,11 @@
 namespace megamoe {
 
 enum class Product : int32_t {
-  kGateUp = 0,     // out[M,I]   = silu(x[M,H] w_gate[E,H,I]) * (x w_up[E,H,I])
-  kDown = 1,       // out[M,H]   = a[M,I] w_down[E,I,H]
-  kDownGrad = 2,   // out[M,I]   = dy[M,H] w_down[E,I,H]^T                          (dA)
-  kInputGrad = 3,  // out[M,H]   = dg[M,I] w_gate[E,H,I]^T + du[M,I] w_up[E,H,I]^T  (dX)
-  kWeightGrad = 4, // out[E,H,I] = x[rows of e]^T dg[rows of e]                     (dW)
+  kGateUp = 0,      // out[M,I]   = silu(x[M,H] w_gate[E,H,I]) * (x w_up[E,H,I])
+  kDown = 1,        // out[M,H]   = a[M,I] w_down[E,I,H]
+  kDownGrad = 2,    // out[M,I]   = dy[M,H] w_down[E,I,H]^T                          (dA)
+  kInputGrad = 3,   // out[M,H]   = dg[M,I] w_gate[E,H,I]^T + du[M,I] w_up[E,H,I]^T  (dX)
+  kWeightGrad = 4,  // out[E,H,I] = x[rows of e]^T dg[rows of e]                     (dW)
 };
 
 // bf16 operands and result. Rows of group e are [128 tile_start[e], 128 tile_start[e + 1]); for

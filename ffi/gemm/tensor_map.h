@@ -12,8 +12,8 @@ namespace megamoe {
 // Encodes tensor maps through the driver, which is found at run time: nothing links to libcuda.
 // Every function returns an empty string, or what went wrong.
 //
-// `matrix` is row-major bf16 [batch][rows][columns], columns a multiple of 8; what a box reads beyond
-// the matrix is zero, what it writes there is dropped.
+// `matrix` is row-major bf16 [batch][rows][columns], columns a multiple of 8; what a box reads
+// beyond the matrix is zero, what it writes there is dropped.
 
 // Operand whose contraction index is the fast one: boxes of [tile_rows][64 columns], 128-byte
 // swizzle. Coordinates: column, row, batch.
@@ -25,8 +25,13 @@ std::string encode_k_major(CUtensorMap* map, const void* matrix, int64_t batch, 
 std::string encode_mn_major(CUtensorMap* map, const void* matrix, int64_t batch, int64_t rows,
                             int64_t columns, int tile_columns);
 
-// Result written in boxes of [box_rows][32 columns] bf16, 64-byte swizzle. Coordinates: column, row.
+// Result written in boxes of [box_rows][32 columns] bf16, 64-byte swizzle. Coordinates: column,
+// row.
 std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
                          int box_rows);
+
+// The same in boxes of [box_rows][64 columns], 128-byte swizzle.
+std::string encode_wide_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
+                              int box_rows);
 
 }  // namespace megamoe

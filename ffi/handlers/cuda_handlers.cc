@@ -84,13 +84,13 @@ ffi::Error check_forward(const CallAttributes& attributes, const CudaWorkspace* 
   return ffi::Error::Success();
 }
 
-ffi::Error forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x,
-                   ffi::AnyBuffer expert_ids, ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate,
-                   ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::AnyBuffer place,
-                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> expert_load,
-                   ffi::Result<ffi::AnyBuffer> counters, CallAttributes attributes) {
-  const ForwardBuffers buffers{x,      expert_ids, expert_weights, w_gate,       w_up,
-                               w_down, place,      *y,             *expert_load, *counters};
+ffi::Error forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
+                   ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
+                   ffi::AnyBuffer w_down, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::Result<ffi::AnyBuffer> expert_load, ffi::Result<ffi::AnyBuffer> counters,
+                   CallAttributes attributes) {
+  const ForwardBuffers buffers{x,     expert_ids, expert_weights, w_gate,   w_up, w_down,
+                               place, *y,         *expert_load,   *counters};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
   if (auto error = check_forward(attributes, workspace, buffers, 1); error.failure()) return error;
   const auto found = std::find(workspace->device.begin(), workspace->device.end(), device);
@@ -112,8 +112,8 @@ ffi::Error forward_ranks(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer e
                          ffi::AnyBuffer w_down, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> y,
                          ffi::Result<ffi::AnyBuffer> expert_load,
                          ffi::Result<ffi::AnyBuffer> counters, CallAttributes attributes) {
-  const ForwardBuffers buffers{x,      expert_ids, expert_weights, w_gate,       w_up,
-                               w_down, place,      *y,             *expert_load, *counters};
+  const ForwardBuffers buffers{x,     expert_ids, expert_weights, w_gate,   w_up, w_down,
+                               place, *y,         *expert_load,   *counters};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
   const int ranks = static_cast<int>(attributes.ranks);
   if (auto error = check_forward(attributes, workspace, buffers, ranks); error.failure()) {
@@ -165,17 +165,17 @@ ffi::Error product(cudaStream_t stream, ffi::Buffer<ffi::BF16> a0, ffi::Buffer<f
 }  // namespace
 }  // namespace megamoe
 
-#define MEGAMOE_FORWARD_OPERANDS         \
-  .Arg<xla::ffi::AnyBuffer>()            \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Arg<xla::ffi::AnyBuffer>()        \
-      .Ret<xla::ffi::AnyBuffer>()        \
-      .Ret<xla::ffi::AnyBuffer>()        \
-      .Ret<xla::ffi::AnyBuffer>()        \
+#define MEGAMOE_FORWARD_OPERANDS  \
+  .Arg<xla::ffi::AnyBuffer>()     \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Arg<xla::ffi::AnyBuffer>() \
+      .Ret<xla::ffi::AnyBuffer>() \
+      .Ret<xla::ffi::AnyBuffer>() \
+      .Ret<xla::ffi::AnyBuffer>() \
       .Attrs<megamoe::CallAttributes>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForward, megamoe::forward,
@@ -183,9 +183,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForward, megamoe::forward,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .Ctx<xla::ffi::DeviceOrdinal>() MEGAMOE_FORWARD_OPERANDS);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    MegamoeCudaForwardRanks, megamoe::forward_ranks,
-    xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>() MEGAMOE_FORWARD_OPERANDS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForwardRanks, megamoe::forward_ranks,
+                              xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  MEGAMOE_FORWARD_OPERANDS);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaProduct, megamoe::product,
                               xla::ffi::Ffi::Bind()

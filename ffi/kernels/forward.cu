@@ -10,8 +10,6 @@
 namespace megamoe {
 namespace {
 
-constexpr Sharing kDownSharing = Sharing::kPingPong;
-
 std::string status_text(cudaError_t status) {
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
@@ -34,8 +32,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   const int sms = std::max(1, multiprocessors() - call.reserved_sms);
   const int plan_threads = kPlanWarps * 32;
   const int scratch_bytes = kPlanWarps * sizes.scratch_words() * 4;
-  const int plan_ctas =
-      std::max(1, std::min(sms, (sizes.chunks() + kPlanWarps - 1) / kPlanWarps));
+  const int plan_ctas = std::max(1, std::min(sms, (sizes.chunks() + kPlanWarps - 1) / kPlanWarps));
 
   ExpertsMaps maps;
   const int64_t capacity = sizes.capacity_rows;
@@ -45,20 +42,22 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   char* act_pool = block + layout.common.act_pool;
   std::string error;
   for (const std::string& result :
-       {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kTileM),
+       {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kWide),
         encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kGateUpColumns),
         encode_mn_major(&maps.up, call.w_up, experts, h, i, kGateUpColumns),
-        encode_store(&maps.act_store, act_pool, capacity, i, kBoxRows),
+        encode_wide_store(&maps.act_store, act_pool, capacity, i, kTransposedRows),
         encode_k_major(&maps.act_pool, act_pool, 1, capacity, i, kTileM),
-        encode_mn_major(&maps.down, call.w_down, experts, i, h, Tile<kDownSharing>::kN)}) {
+        encode_mn_major(&maps.down, call.w_down, experts, i, h, kWide)}) {
     if (error.empty()) error = result;
   }
   if (!error.empty()) return error;
 
   meet_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, sizes.ranks, call.place,
                                     call.x, call.expert_ids, call.expert_weights);
-  PlanArgs plan{sizes,  layout.common.plan.At(block + layout.common.plan_base),
-                call.directory, board, layout, block, shape.hidden * 2};
+  PlanArgs plan{sizes,           layout.common.plan.At(block + layout.common.plan_base),
+                call.directory,  board,
+                layout,          block,
+                shape.hidden * 2};
   ExpertsArgs args{};
   args.shape = sizes;
   args.plan = plan.plan;
@@ -81,7 +80,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
     cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan_kernel), plan_ctas, plan_threads,
                                 plan_args, scratch_bytes, stream);
     args.round = round;
-    experts_kernel<kDownSharing><<<sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
+    experts_kernel<<<sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
   }
   finish_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, sizes.ranks);
   const char* returned = block + layout.common.returned;
@@ -103,14 +102,13 @@ std::string load_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel :
        {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(finish_kernel),
-        reinterpret_cast<const void*>(plan_kernel),
-        reinterpret_cast<const void*>(experts_kernel<kDownSharing>),
+        reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(experts_kernel),
         reinterpret_cast<const void*>(combine_kernel<float>),
         reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)}) {
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status_text(status);
   }
-  return status_text(cudaFuncSetAttribute(experts_kernel<kDownSharing>,
+  return status_text(cudaFuncSetAttribute(experts_kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(sizeof(ExpertsShared))));
 }

@@ -8,10 +8,10 @@
 //   finish     every rank has pushed
 //   combine    sum each token's slots
 //
-// Kernel boundaries are the grid barriers. Waiting for a peer happens only in meet and finish, which
-// are one small CTA each; a CTA of the other kernels waits only for work that a running CTA of the
-// same kernel has claimed. So no kernel needs all of its CTAs to be resident, and collectives that
-// hold some of the SMs can delay us but never deadlock us.
+// Kernel boundaries are the grid barriers. Waiting for a peer happens only in meet and finish,
+// which are one small CTA each; a CTA of the other kernels waits only for work that a running CTA
+// of the same kernel has claimed. So no kernel needs all of its CTAs to be resident, and
+// collectives that hold some of the SMs can delay us but never deadlock us.
 #pragma once
 
 #include <cuda.h>
@@ -27,18 +27,18 @@ namespace megamoe {
 struct ForwardCall {
   WorkspaceShape shape;
   Directory directory;
-  const void* x;               // [T, H] bf16
-  const int32_t* expert_ids;   // [T, K]
-  const float* expert_weights; // [T, K]
-  const void* w_gate;          // [E_l, H, I] bf16
+  const void* x;                // [T, H] bf16
+  const int32_t* expert_ids;    // [T, K]
+  const float* expert_weights;  // [T, K]
+  const void* w_gate;           // [E_l, H, I] bf16
   const void* w_up;
-  const void* w_down;          // [E_l, I, H] bf16
-  const int32_t* place;        // {group, rank}
-  void* y;                     // [T, H]
+  const void* w_down;    // [E_l, I, H] bf16
+  const int32_t* place;  // {group, rank}
+  void* y;               // [T, H]
   bool y_is_f32;
-  int32_t* expert_load;        // [E_l]
-  int32_t* counters;           // {invalid_ids, rounds}
-  float swiglu_limit;          // infinity: none
+  int32_t* expert_load;  // [E_l]
+  int32_t* counters;     // {invalid_ids, rounds}
+  float swiglu_limit;    // infinity: none
   int32_t reserved_sms;
 };
 

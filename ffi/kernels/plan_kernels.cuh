@@ -28,8 +28,8 @@ struct Planner {
   __device__ int warp() const { return blockIdx.x * kPlanWarps + threadIdx.x / 32; }
   __device__ int warps() const { return gridDim.x * kPlanWarps; }
 
-  // All CTAs. What they wrote before, all may read after. The counter's top bit turns over with every
-  // barrier, so it is never reset.
+  // All CTAs. What they wrote before, all may read after. The counter's top bit turns over with
+  // every barrier, so it is never reset.
   __device__ void barrier() const {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -47,7 +47,8 @@ struct Planner {
     __syncthreads();
   }
 
-  // Exclusive prefix sums of rows[0..experts), each aligned up; every CTA works them out for itself.
+  // Exclusive prefix sums of rows[0..experts), each aligned up; every CTA works them out for
+  // itself.
   __device__ void sum_starts(const int32_t* rows, int align) const {
     const int experts = args.shape.local_experts;
     if (threadIdx.x < 32) {
@@ -140,9 +141,9 @@ struct Planner {
     int32_t* arrived = reinterpret_cast<int32_t*>(args.block + args.layout.arrived);
     int32_t* activated = reinterpret_cast<int32_t*>(args.block + args.layout.activated);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int tile = thread; tile < shape.capacity_rows / kTileM; tile += gridDim.x * blockDim.x) {
-      arrived[tile] = 0;
-      activated[tile] = 0;
+    for (int b = thread; b < shape.capacity_rows / 64; b += gridDim.x * blockDim.x) {
+      arrived[b] = 0;
+      activated[b] = 0;
     }
     if (thread == 0) {
       args.board->tile_claim = 0;

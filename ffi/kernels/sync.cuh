@@ -47,7 +47,7 @@ __device__ __forceinline__ void fence_bulk_copies() {
 }
 
 __device__ __forceinline__ void fail(const Directory& directory, int32_t rank, Phase phase,
-                                         int32_t waited_for, int64_t seen, int64_t wanted) {
+                                     int32_t waited_for, int64_t seen, int64_t wanted) {
   volatile Failure* failure = directory.failure;
   failure->rank = rank;
   failure->phase = static_cast<int32_t>(phase);

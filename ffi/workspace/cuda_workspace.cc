@@ -123,10 +123,11 @@ std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
     void* block = nullptr;
     void* failure = nullptr;
     cudaStream_t stream = nullptr;
-    check(cudaMalloc(&block, made->layout.bytes),
-          "the workspace of " + std::to_string(made->layout.bytes) + " bytes on GPU " +
-              std::to_string(device) +
-              " (a smaller capacity_factor needs less; XLA_PYTHON_CLIENT_MEM_FRACTION leaves more)");
+    check(
+        cudaMalloc(&block, made->layout.bytes),
+        "the workspace of " + std::to_string(made->layout.bytes) + " bytes on GPU " +
+            std::to_string(device) +
+            " (a smaller capacity_factor needs less; XLA_PYTHON_CLIENT_MEM_FRACTION leaves more)");
     if (block == nullptr) break;
     check(cudaMemset(static_cast<char*>(block) + made->layout.common.flags, 0, sizeof(Board)),
           "cudaMemset");

@@ -14,9 +14,9 @@ namespace megamoe {
 struct CudaWorkspace {
   WorkspaceShape shape;
   DeviceLayout layout;
-  std::vector<int> device;     // CUDA device of each block
-  std::vector<char*> block;    // by place in the directory
-  std::vector<Failure*> failure;  // host memory that the block's device can write
+  std::vector<int> device;           // CUDA device of each block
+  std::vector<char*> block;          // by place in the directory
+  std::vector<Failure*> failure;     // host memory that the block's device can write
   std::vector<cudaStream_t> stream;  // one a block, only where blocks share a device
 };
 
@@ -34,7 +34,8 @@ const CudaWorkspace* find_cuda_workspace(int64_t key);
 Directory directory_of(const CudaWorkspace& workspace, int self, double timeout_s);
 
 // The message of a kernel that stopped while waiting, or an empty string. It is also printed to
-// stderr when it happens: the error that reaches the caller from a stopped kernel is a bare CUDA one.
+// stderr when it happens: the error that reaches the caller from a stopped kernel is a bare CUDA
+// one.
 std::string failure_message(const CudaWorkspace& workspace, int self);
 
 // Fills everything in the blocks but flags with the byte: for tests that nothing unwritten is read.
