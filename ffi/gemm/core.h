@@ -6,9 +6,6 @@
 //   kCooperative: both warpgroups work on one 128 x 256 tile, 64 rows each.
 //   kPingPong:    each warpgroup owns a whole 128 x 192 tile; one multiplies while the other runs
 //                 its epilogue. The larger tile per warpgroup reads less shared memory per FLOP.
-// Gate and up projections in ping-pong are multiplied transposed: the weights are the rows of the
-// tile, 64 gate columns and 64 up columns, and 192 tokens its columns. So a thread holds matching
-// gate and up values although the two matrices are stored apart.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,13 +47,12 @@ struct Tile<Sharing::kPingPong> {
 };
 
 constexpr int kStageBytesA = kTileM * kBlockK * 2;
+constexpr int kStageBytesB = Tile<Sharing::kCooperative>::kN * kBlockK * 2;
 
-template <int kCount, int kTileN>
+template <int kStages>
 struct Stages {
-  static constexpr int kStages = kCount;
-  static constexpr int kBytesB = kTileN * kBlockK * 2;
   alignas(1024) uint8_t a[kStages][kStageBytesA];
-  alignas(1024) uint8_t b[kStages][kBytesB];
+  alignas(1024) uint8_t b[kStages][kStageBytesB];
   TransactionBarrier full[kStages];
   Barrier empty[kStages];
 
@@ -73,10 +69,10 @@ struct Stages {
 // Position in a ring of kSlots: one register, which matters to the consumers.
 template <int kSlots>
 struct RingState {
+  static_assert((kSlots & (kSlots - 1)) == 0);
   uint32_t count = 0;
 
   __device__ int index() const { return static_cast<int>(count % kSlots); }
-  __device__ int previous() const { return static_cast<int>((count - 1) % kSlots); }
   __device__ uint32_t phase() const { return count / kSlots & 1; }
   __device__ void advance(int steps = 1) { count += steps; }
 };
@@ -109,14 +105,6 @@ template <Major kA, Major kB>
 struct Wgmma<192, kA, kB> {
   using Atom = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
 };
-template <Major kA, Major kB>
-struct Wgmma<128, kA, kB> {
-  using Atom = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>;
-};
-template <Major kA, Major kB>
-struct Wgmma<64, kA, kB> {
-  using Atom = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>;
-};
 
 template <class Atom, int... I>
 __device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float* d, bool accumulate,
@@ -131,13 +119,10 @@ __device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float* d, bool acc
 template <Sharing kSharing>
 constexpr int kAccumulators = Tile<kSharing>::kRowBlocks * Tile<kSharing>::kN / 2;
 
-template <int kRowBlocks, int kStride, int kCount>
+template <int kCount>
 __device__ __forceinline__ void fence_accumulators(float* d) {
 #pragma unroll
-  for (int m = 0; m < kRowBlocks; ++m) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[m * kStride + i]);
-  }
+  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
 // kPingPong: the warpgroups multiply in turns. Besides keeping one ahead of the other, this keeps a
@@ -156,58 +141,54 @@ struct Turns {
   }
 };
 
-template <Sharing kSharing, class Stages>
-__device__ __forceinline__ void release_stage(Stages& stages, int index) {
+template <Sharing kSharing, int kStages>
+__device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index) {
   if (threadIdx.x % 32 < (kSharing == Sharing::kCooperative ? 1 : 2)) stages.empty[index].arrive();
 }
 
 // Multiplies `k_blocks` stages of the ring into d[kAccumulators], which starts from zero or, with
-// `accumulate`, from what it holds. `warpgroup` is the consumer's number, 0 or 1. A smaller
-// kRowBlocks or kN leaves the last rows or columns of the tile alone; the accumulators keep their
-// places.
+// `accumulate`, from what it holds. `warpgroup` is the consumer's number, 0 or 1.
 template <Sharing kSharing, Major kA, Major kB, int kRowBlocks = Tile<kSharing>::kRowBlocks,
-          int kN = Tile<kSharing>::kN, class Stages>
-__device__ __forceinline__ void multiply(Stages& stages, RingState<Stages::kStages>& ring,
+          int kStages>
+__device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
                                          uint32_t warpgroup, int k_blocks, bool accumulate,
                                          float* d) {
-  constexpr int kRowBlockStride = Tile<kSharing>::kN / 2;
+  constexpr int kN = Tile<kSharing>::kN;
   using Atom = typename Wgmma<kN, kA, kB>::Atom;
   const uint64_t first_row_block = kSharing == Sharing::kCooperative ? warpgroup : 0;
 
-  fence_accumulators<kRowBlocks, kRowBlockStride, kN / 2>(d);
+  fence_accumulators<kAccumulators<kSharing>>(d);
   if constexpr (kSharing == Sharing::kPingPong) Turns::take(warpgroup);
 #pragma unroll 1
   for (int kb = 0; kb < k_blocks; ++kb) {
-    const int stage = ring.index();
-    stages.full[stage].wait(ring.phase());
-    const uint64_t a = matrix_descriptor<kA>(stages.a[stage]) + first_row_block * kStepM64;
-    const uint64_t b = matrix_descriptor<kB>(stages.b[stage]);
+    stages.full[ring.index()].wait(ring.phase());
+    const uint64_t a = matrix_descriptor<kA>(stages.a[ring.index()]) + first_row_block * kStepM64;
+    const uint64_t b = matrix_descriptor<kB>(stages.b[ring.index()]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kBlockK / 16; ++k) {
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
-        wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>,
-                    d + m * kRowBlockStride, accumulate || kb > 0 || k > 0,
-                    std::make_integer_sequence<int, kN / 2>{});
+        wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kN / 2),
+                    accumulate || kb > 0 || k > 0, std::make_integer_sequence<int, kN / 2>{});
       }
     }
     cute::warpgroup_commit_batch();
     if (kb > 0) {
       cute::warpgroup_wait<1>();
-      release_stage<kSharing>(stages, ring.previous());
+      release_stage<kSharing>(stages, (ring.count - 1) % kStages);
     }
     ring.advance();
   }
   if constexpr (kSharing == Sharing::kPingPong) Turns::pass(warpgroup);
   cute::warpgroup_wait<0>();
-  fence_accumulators<kRowBlocks, kRowBlockStride, kN / 2>(d);
-  if (k_blocks > 0) release_stage<kSharing>(stages, ring.previous());
+  fence_accumulators<kAccumulators<kSharing>>(d);
+  if (k_blocks > 0) release_stage<kSharing>(stages, (ring.count - 1) % kStages);
 }
 
 // kCooperative: takes part in a tile whose rows all belong to the other warpgroup.
-template <class Stages>
-__device__ __forceinline__ void skip(Stages& stages, RingState<Stages::kStages>& ring,
+template <int kStages>
+__device__ __forceinline__ void skip(Stages<kStages>& stages, RingState<kStages>& ring,
                                      int k_blocks) {
   for (int kb = 0; kb < k_blocks; ++kb) {
     stages.full[ring.index()].wait(ring.phase());

@@ -109,25 +109,6 @@ __device__ __forceinline__ void fill_box(uint8_t* box, const float* d) {
   }
 }
 
-// The box of a transposed tile: 32 tokens of 64 bf16 columns each (128-byte TMA swizzle).
-constexpr int kTransposedRows = 32;
-
-// Fills one transposed box from a warpgroup's 64 columns of 32 tokens, values d[0..16): the columns
-// are the accumulator's rows.
-__device__ __forceinline__ void fill_transposed_box(uint8_t* box, const float* d) {
-  const int lane = lane_here();
-  const int warp = threadIdx.x % kWarpgroup / 32;
-#pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int token = 16 * j + lane / 16 * 8 + lane % 8;
-    const int chunk = 2 * warp + lane / 8 % 2;
-    const float* v = d + 8 * j;
-    cute::SM90_U16x8_STSM_T::copy(
-        pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]),
-        *reinterpret_cast<cute::uint128_t*>(box + token * 128 + ((chunk ^ (token & 7)) << 4)));
-  }
-}
-
 // Waits until the bulk stores of this thread, but the newest kPending groups, have been written.
 template <int kPending>
 __device__ __forceinline__ void wait_bulk_stores() {

@@ -9,24 +9,21 @@
 namespace megamoe {
 namespace {
 
+constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
 constexpr int kStorers = kConsumerWarpgroups;
 constexpr int kMaxGroups = 256;
 
 struct Work {
   TilePlace place;
-  int k_blocks;   // negative: no more work
-  int row, rows;  // of the operand that is cut along the rows of the groups
+  int k_blocks;  // negative: no more work
 };
 
-template <Sharing kSharing>
 struct Shared {
-  // As many stages as fit.
-  Stages<kSharing == Sharing::kPingPong ? 5 : 4, Tile<kSharing>::kN> stages;
+  Stages<kStages> stages;
   StoreQueue store[kConsumerWarpgroups];
   TileRing<Work, kTileSlots> tiles;
-  int32_t first_tile[kMaxGroups + 1];  // first row tile of 128 of each group
-  int32_t tile_start[kMaxGroups + 1];  // the same in tiles of this product
+  int32_t tile_start[kMaxGroups + 1];
 };
 
 struct Maps {
@@ -37,42 +34,29 @@ struct Geometry {
   int groups, column_tiles, row_tiles, k_blocks;
 };
 
-// The transposed gate/up product: see core.h.
-template <Product kProduct, Sharing kSharing>
-constexpr bool kTransposed = kProduct == Product::kGateUp && kSharing == Sharing::kPingPong;
-
-template <Product kProduct, Sharing kSharing>
+template <Product kProduct>
 struct Majors {
-  static constexpr bool kWeightsFirst = kTransposed<kProduct, kSharing>;
-  static constexpr Major kA =
-      kProduct == Product::kWeightGrad || kWeightsFirst ? Major::MN : Major::K;
+  static constexpr Major kA = kProduct == Product::kWeightGrad ? Major::MN : Major::K;
   static constexpr Major kB =
-      kProduct == Product::kDownGrad || kProduct == Product::kInputGrad || kWeightsFirst
-          ? Major::K
-          : Major::MN;
+      kProduct == Product::kDownGrad || kProduct == Product::kInputGrad ? Major::K : Major::MN;
 };
 
-template <Product kProduct, Sharing kSharing, class Stages>
+template <Product kProduct, int kTileN>
 __device__ __forceinline__ void load_stage(const Maps& maps, const Geometry& geometry,
-                                           const Work& work, int kb, Stages& stages, int stage) {
-  constexpr int kTileN = Tile<kSharing>::kN;
+                                           const TilePlace& tile, const int* tile_start, int kb,
+                                           Stages<kStages>& stages, int stage) {
   uint64_t* bar = reinterpret_cast<uint64_t*>(&stages.full[stage]);
   uint8_t* a = stages.a[stage];
   uint8_t* b = stages.b[stage];
-  const TilePlace& tile = work.place;
-  const int row = work.row;
+  const int row = tile.m * kTileM;
   const int column = tile.n * kTileN;
   const int k = kb * kBlockK;
   using Load3 = cute::SM90_TMA_LOAD_3D;
   using Load4 = cute::SM90_TMA_LOAD_4D;
-  if constexpr (kTransposed<kProduct, kSharing>) {
-    Load4::copy(&maps.b0, bar, 0, a, 0, k, tile.n, tile.group);
-    Load4::copy(&maps.b1, bar, 0, a + kStageBytesA / 2, 0, k, tile.n, tile.group);
-    Load3::copy(&maps.a0, bar, 0, b, k, row, 0);
-  } else if constexpr (kProduct == Product::kGateUp) {
+  if constexpr (kProduct == Product::kGateUp) {
     Load3::copy(&maps.a0, bar, 0, a, k, row, 0);
     Load4::copy(&maps.b0, bar, 0, b, 0, k, tile.n * 2, tile.group);
-    Load4::copy(&maps.b1, bar, 0, b + Stages::kBytesB / 2, 0, k, tile.n * 2, tile.group);
+    Load4::copy(&maps.b1, bar, 0, b + kStageBytesB / 2, 0, k, tile.n * 2, tile.group);
   } else if constexpr (kProduct == Product::kDown) {
     Load3::copy(&maps.a0, bar, 0, a, k, row, 0);
     Load4::copy(&maps.b0, bar, 0, b, 0, k, column / 64, tile.group);
@@ -86,55 +70,46 @@ __device__ __forceinline__ void load_stage(const Maps& maps, const Geometry& geo
     Load3::copy(up ? &maps.a1 : &maps.a0, bar, 0, a, k_half, row, 0);
     Load3::copy(up ? &maps.b1 : &maps.b0, bar, 0, b, k_half, column, tile.group);
   } else {
+    const int pool_row = tile_start[tile.group] * kTileM + k;
     const int m = tile.m - tile.group * geometry.row_tiles;
-    Load4::copy(&maps.a0, bar, 0, a, 0, row + k, m * (kTileM / 64), 0);
-    Load4::copy(&maps.b0, bar, 0, b, 0, row + k, column / 64, 0);
+    Load4::copy(&maps.a0, bar, 0, a, 0, pool_row, m * (kTileM / 64), 0);
+    Load4::copy(&maps.b0, bar, 0, b, 0, pool_row, column / 64, 0);
   }
 }
 
-template <Product kProduct, Sharing kSharing>
-__device__ __forceinline__ Work place_work(const Geometry& geometry, const Shared<kSharing>& shared,
+template <Product kProduct>
+__device__ __forceinline__ Work place_work(const Geometry& geometry, const int* tile_start,
                                            int index) {
   if constexpr (kProduct == Product::kWeightGrad) {
     const int per_group = geometry.row_tiles * geometry.column_tiles;
     const int group = index / per_group;
-    if (group >= geometry.groups) return {{}, -1, 0, 0};
+    if (group >= geometry.groups) return {{}, -1};
     const int left = index - group * per_group;
-    const int first = shared.first_tile[group];
+    const int k_blocks = (tile_start[group + 1] - tile_start[group]) * (kTileM / kBlockK);
     return {
         {group, group * geometry.row_tiles + left % geometry.row_tiles, left / geometry.row_tiles},
-        (shared.first_tile[group + 1] - first) * (kTileM / kBlockK),
-        first * kTileM,
-        kTileM};
+        k_blocks};
   } else {
-    constexpr int kTileRows = kTransposed<kProduct, kSharing> ? Tile<kSharing>::kN : kTileM;
-    const int32_t* tile_start = shared.tile_start;
-    if (index >= tile_start[geometry.groups] * geometry.column_tiles) return {{}, -1, 0, 0};
-    const TilePlace place = place_tile(tile_start, geometry.groups, geometry.column_tiles, index);
-    const int row =
-        shared.first_tile[place.group] * kTileM + (place.m - tile_start[place.group]) * kTileRows;
-    return {place, geometry.k_blocks, row,
-            min(kTileRows, shared.first_tile[place.group + 1] * kTileM - row)};
+    if (index >= tile_start[geometry.groups] * geometry.column_tiles) return {{}, -1};
+    return {place_tile(tile_start, geometry.groups, geometry.column_tiles, index),
+            geometry.k_blocks};
   }
 }
 
 template <Product kProduct, Sharing kSharing>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Maps maps, Geometry geometry,
-                        const int32_t* __restrict__ first_tiles, int32_t* counter) {
+                        const int32_t* __restrict__ tile_starts, int32_t* counter) {
   constexpr int kTileN = Tile<kSharing>::kN;
-  constexpr bool kWeightsFirst = kTransposed<kProduct, kSharing>;
   constexpr int kOutN = kProduct == Product::kGateUp ? kTileN / 2 : kTileN;
   constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
-  constexpr Major kA = Majors<kProduct, kSharing>::kA, kB = Majors<kProduct, kSharing>::kB;
   constexpr int kBoxes = kRowBlocks * kOutN / 32;
   constexpr bool kAlternate = kSharing == Sharing::kPingPong;
   // Of the register pool of 64,512; a larger sum never returns from setmaxnreg.
   constexpr int kProducerRegisters = kAlternate ? 56 : 80;
   constexpr int kConsumerRegisters = kAlternate ? 224 : 208;
   extern __shared__ __align__(1024) uint8_t raw[];
-  Shared<kSharing>& shared = *reinterpret_cast<Shared<kSharing>*>(raw);
-  constexpr int kStages = decltype(shared.stages)::kStages;
+  Shared& shared = *reinterpret_cast<Shared*>(raw);
 
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
@@ -143,16 +118,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.tiles.init(kConsumerWarpgroups * 4 + kStorers);
     cutlass::arch::fence_barrier_init();
   }
-  for (int g = threadIdx.x; g <= geometry.groups; g += kThreads) {
-    shared.first_tile[g] = shared.tile_start[g] = first_tiles[g];
-  }
-  __syncthreads();
-  if (kWeightsFirst && threadIdx.x < 32) {
-    const int32_t* first = shared.first_tile;
-    sum_tiles<kTileN>(
-        geometry.groups, [&](int g) { return (first[g + 1] - first[g]) * kTileM; },
-        shared.tile_start);
-  }
+  int32_t* tile_start = shared.tile_start;
+  for (int g = threadIdx.x; g <= geometry.groups; g += kThreads) tile_start[g] = tile_starts[g];
   __syncthreads();
 
   if (warp < 4) {
@@ -160,20 +127,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0 && threadIdx.x == 0) {
       RingState<kStages> ring;
       RingState<kTileSlots> tile_ring;
-      Work next = place_work<kProduct, kSharing>(geometry, shared, atomicAdd(counter, 1));
+      Work next = place_work<kProduct>(geometry, tile_start, atomicAdd(counter, 1));
       for (;;) {
         const Work work = next;
         shared.tiles.push(tile_ring, work);
         if (work.k_blocks < 0) break;
         const int index = atomicAdd(counter, 1);
         const int look_ahead = min(kStages, work.k_blocks - 1);
-        if (work.k_blocks == 0) next = place_work<kProduct, kSharing>(geometry, shared, index);
+        if (work.k_blocks == 0) next = place_work<kProduct>(geometry, tile_start, index);
         for (int kb = 0; kb < work.k_blocks; ++kb) {
-          if (kb == look_ahead) next = place_work<kProduct, kSharing>(geometry, shared, index);
+          if (kb == look_ahead) next = place_work<kProduct>(geometry, tile_start, index);
           shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
           shared.stages.full[ring.index()].arrive_and_expect_tx(kStageBytesA +
                                                                 kTileN * kBlockK * 2);
-          load_stage<kProduct, kSharing>(maps, geometry, work, kb, shared.stages, ring.index());
+          load_stage<kProduct, kTileN>(maps, geometry, work.place, tile_start, kb, shared.stages,
+                                       ring.index());
           ring.advance();
         }
       }
@@ -186,13 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (work.k_blocks < 0) break;
         if (kAlternate && tile_ring.count % 2 != owner) continue;
         if (threadIdx.x % 32 == 0) {
-          const int count = kWeightsFirst ? work.rows / kTransposedRows : kBoxes;
-          drain_boxes(shared.store[owner], boxes, count, [&](int i, const void* box) {
-            if constexpr (kWeightsFirst) {
-              cute::SM90_TMA_STORE_2D::copy(&maps.out, box, work.place.n * 64,
-                                            work.row + i * kTransposedRows);
-              return;
-            }
+          drain_boxes(shared.store[owner], boxes, kBoxes, [&](int i, const void* box) {
             const int column = work.place.n * kOutN + i % (kOutN / 32) * 32;
             const int row =
                 work.place.m * kTileM + (kAlternate ? i / (kOutN / 32) : owner) * kBoxRows;
@@ -221,36 +183,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (float& value : acc) value = 0.0f;
       }
-      if constexpr (kWeightsFirst) {
-        const auto multiply_tokens = [&](auto tokens) {
-          multiply<kSharing, kA, kB, kRowBlocks, tokens>(shared.stages, ring, warpgroup,
-                                                         work.k_blocks, false, acc);
-        };
-        if (work.rows > 128) {
-          multiply_tokens(std::integral_constant<int, 192>{});
-        } else if (work.rows > 64) {
-          multiply_tokens(std::integral_constant<int, 128>{});
-        } else {
-          multiply_tokens(std::integral_constant<int, 64>{});
-        }
-#pragma unroll
-        for (int c = 0; c < kTileN / kTransposedRows; ++c) {
-          if (c * kTransposedRows >= work.rows) continue;
-          float* d = acc + 16 * c;
-#pragma unroll
-          for (int i = 0; i < 16; i += 2) {
-            float s[2];
-            sigmoid2(d[i], d[i + 1], s[0], s[1]);
-            d[i] *= s[0] * d[kTileN / 2 + i];
-            d[i + 1] *= s[1] * d[kTileN / 2 + i + 1];
-          }
-          uint8_t* box = acquire_box(queue, boxes);
-          fill_transposed_box(box, d);
-          commit_box(queue, boxes);
-        }
-        continue;
-      }
-      multiply<kSharing, kA, kB>(shared.stages, ring, warpgroup, work.k_blocks, false, acc);
+      multiply<kSharing, Majors<kProduct>::kA, Majors<kProduct>::kB>(shared.stages, ring, warpgroup,
+                                                                     work.k_blocks, false, acc);
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
 #pragma unroll
@@ -287,13 +221,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   const auto check = [&](std::string e) {
     if (error.empty()) error = std::move(e);
   };
-  if constexpr (kTransposed<kProduct, kSharing>) {
-    out_columns = i, out_tile = 64;
-    geometry.k_blocks = static_cast<int>(h / kBlockK);
-    check(encode_k_major(&maps.a0, call.a0, 1, call.rows, h, kTileN));
-    check(encode_mn_major(&maps.b0, call.b0, call.groups, h, i, 64));
-    check(encode_mn_major(&maps.b1, call.b1, call.groups, h, i, 64));
-  } else if constexpr (kProduct == Product::kGateUp) {
+  if constexpr (kProduct == Product::kGateUp) {
     out_columns = i, out_tile = kTileN / 2;
     geometry.k_blocks = static_cast<int>(h / kBlockK);
     check(encode_k_major(&maps.a0, call.a0, 1, call.rows, h, kTileM));
@@ -324,11 +252,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
     check(encode_mn_major(&maps.b0, call.b0, 1, call.rows, i, kTileN));
   }
   geometry.column_tiles = static_cast<int>((out_columns + out_tile - 1) / out_tile);
-  if constexpr (kTransposed<kProduct, kSharing>) {
-    check(encode_wide_store(&maps.out, call.out, out_rows, out_columns, kTransposedRows));
-  } else {
-    check(encode_store(&maps.out, call.out, out_rows, out_columns, kBoxRows));
-  }
+  check(encode_store(&maps.out, call.out, out_rows, out_columns, kBoxRows));
   if (!error.empty()) return error;
 
   int device = 0, sms = 0;
@@ -336,21 +260,20 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   const auto kernel = grouped_gemm_kernel<kProduct, kSharing>;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            static_cast<int>(sizeof(Shared<kSharing>)));
+                                            static_cast<int>(sizeof(Shared)));
   if (status == cudaSuccess) {
-    kernel<<<sms, kThreads, sizeof(Shared<kSharing>), stream>>>(maps, geometry, call.tile_start,
-                                                                call.counter);
+    kernel<<<sms, kThreads, sizeof(Shared), stream>>>(maps, geometry, call.tile_start,
+                                                      call.counter);
     status = cudaGetLastError();
   }
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
 
-static_assert(sizeof(Shared<Sharing::kPingPong>) <= 232448);
-static_assert(sizeof(Shared<Sharing::kCooperative>) <= 232448);
-
 template <Product kProduct>
 std::string launch(const GroupedGemm& call, cudaStream_t stream) {
-  if (call.ping_pong) return launch<kProduct, Sharing::kPingPong>(call, stream);
+  if constexpr (kProduct != Product::kGateUp) {
+    if (call.ping_pong) return launch<kProduct, Sharing::kPingPong>(call, stream);
+  }
   return launch<kProduct, Sharing::kCooperative>(call, stream);
 }
 

@@ -59,10 +59,4 @@ std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t c
                    {32, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
-std::string encode_wide_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
-                              int box_rows) {
-  return encode<2>(map, matrix, {u(columns), u(rows)}, {u(columns * 2)},
-                   {64, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_128B);
-}
-
 }  // namespace megamoe

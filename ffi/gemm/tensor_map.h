@@ -30,8 +30,4 @@ std::string encode_mn_major(CUtensorMap* map, const void* matrix, int64_t batch,
 std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
                          int box_rows);
 
-// The same in boxes of [box_rows][64 columns], 128-byte swizzle.
-std::string encode_wide_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
-                              int box_rows);
-
 }  // namespace megamoe

@@ -40,25 +40,6 @@ __device__ __forceinline__ TilePlace place_tile(const int* tile_start, int group
   return {low, first + block * kBlockTiles + in_block % block_tiles, in_block / block_tiles};
 }
 
-// One warp: first tile of each group, where group g has rows(g) rows and a tile has kTileRows.
-template <int kTileRows, class Rows>
-__device__ __forceinline__ void sum_tiles(int groups, const Rows& rows, int* starts) {
-  const int lane = threadIdx.x % 32;
-  int before = 0;
-  for (int base = 0; base < groups; base += 32) {
-    const int g = base + lane;
-    const int own = g < groups ? (rows(g) + kTileRows - 1) / kTileRows : 0;
-    int sum = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (g < groups) starts[g] = before + sum - own;
-    before += __shfl_sync(~0u, sum, 31);
-  }
-  if (lane == 0) starts[groups] = before;
-}
-
 // Ring of tiles on their way from the producer thread to the consumers.
 template <class Work, int kSlots>
 struct TileRing {

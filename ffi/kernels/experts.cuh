@@ -5,7 +5,7 @@
 // activation tiles). The other two warpgroups multiply.
 //
 //   pull      x row of a source token -> every pool row that needs it     (puller, bulk copies)
-//   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool   (transposed)
+//   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
 //
 // All gate/up tiles are claimed before all down tiles, each by one atomic counter, so a tile only
@@ -22,15 +22,12 @@
 
 namespace megamoe {
 
+constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
 constexpr int kPullStages = 3;
 constexpr int kPullBytes = 4096;
 constexpr int kPullEntries = 4;  // source tokens claimed at a time, at most
-constexpr Sharing kSharing = Sharing::kPingPong;
-constexpr int kWide = Tile<kSharing>::kN;  // tokens of a gate/up tile, columns of a down tile
-constexpr int kGateUpColumns = 64;         // columns of a gate/up tile
-// Rows are counted in and handed on in blocks; the tiles of both products are made of whole blocks.
-constexpr int kBlockRows = 64;
+constexpr int kGateUpColumns = 128;
 
 struct ExpertsMaps {
   CUtensorMap x_pool, gate, up, act_store, act_pool, down;
@@ -55,22 +52,19 @@ enum class Kind : int32_t { kGateUp, kDown, kEnd };
 
 struct Work {
   Kind kind;
-  int32_t group, column_tile;
-  int32_t row, rows;  // in the pool; rows that are not padding
+  TilePlace place;
 };
 
 struct ExpertsShared {
-  Stages<4, kWide> stages;
+  Stages<kStages> stages;
   StoreQueue store[kConsumerWarpgroups];
   alignas(128) uint8_t pull[kPullStages][kPullBytes];
   TransactionBarrier pulled[kPullStages];
   TileRing<Work, kTileSlots> tiles;
-  // Of each expert's rows in this round, in rows from the round's first; then the first tile of
-  // each product.
-  int32_t row_begin[kMaxLocalExperts], row_end[kMaxLocalExperts];
-  int32_t gate_up_start[kMaxLocalExperts + 1], down_start[kMaxLocalExperts + 1];
+  // Of the round's window, in tiles and rows from its first.
+  int32_t tile_start[kMaxLocalExperts + 1];
+  int32_t row_end[kMaxLocalExperts];
 };
-static_assert(sizeof(ExpertsShared) <= 232448);
 
 // How a row is cut into pieces that fit a pull stage.
 struct Pieces {
@@ -86,32 +80,28 @@ struct Pieces {
   }
 };
 
+template <Sharing kDownSharing>
 struct Experts {
+  static constexpr int kDownN = Tile<kDownSharing>::kN;
+
   const ExpertsMaps& maps;
   const ExpertsArgs& args;
   ExpertsShared& shared;
 
   __device__ int first_row() const { return args.round * args.shape.capacity_rows; }
-  __device__ int gate_up_columns() const { return args.intermediate / kGateUpColumns; }
-  __device__ int down_columns() const { return (args.hidden + kWide - 1) / kWide; }
+  __device__ int gate_up_columns() const {
+    return (args.intermediate + kGateUpColumns - 1) / kGateUpColumns;
+  }
 
-  // All threads.
   __device__ void read_window() {
     const int experts = args.shape.local_experts;
-    const int capacity = args.shape.capacity_rows;
-    for (int e = threadIdx.x; e < experts; e += kThreads) {
-      const int begin = args.plan.expert_start[e] - first_row();
-      shared.row_begin[e] = min(max(begin, 0), capacity);
-      shared.row_end[e] = min(max(begin + args.plan.expert_rows[e], 0), capacity);
+    const int first = first_row();
+    const int rows = args.shape.capacity_rows;
+    for (int e = threadIdx.x; e <= experts; e += kThreads) {
+      const int start = args.plan.expert_start[e] - first;
+      shared.tile_start[e] = min(max(start, 0), rows) / kTileM;
+      if (e < experts) shared.row_end[e] = start + args.plan.expert_rows[e];
     }
-    __syncthreads();
-    const auto rows = [this](int e) { return max(shared.row_end[e] - shared.row_begin[e], 0); };
-    if (threadIdx.x < 32) {
-      sum_tiles<kWide>(experts, rows, shared.gate_up_start);
-    } else if (threadIdx.x < 64) {
-      sum_tiles<kTileM>(experts, rows, shared.down_start);
-    }
-    __syncthreads();
   }
 
   // ---- puller warp ----------------------------------------------------------------------------
@@ -176,7 +166,7 @@ struct Experts {
     const auto announce = [&](int stage) {
       if (which[stage] >= 0 && target[stage] >= 0) {
         fence_bulk_copies();
-        add_release_device(&args.arrived[target[stage] / kBlockRows], 1);
+        add_release_device(&args.arrived[target[stage] / kTileM], 1);
       }
     };
 
@@ -214,47 +204,46 @@ struct Experts {
 
   __device__ Work place_work(int index) const {
     const int experts = args.shape.local_experts;
-    const int gate_up = shared.gate_up_start[experts] * gate_up_columns();
-    const bool down = index >= gate_up;
-    const int32_t* starts = down ? shared.down_start : shared.gate_up_start;
-    const int columns = down ? down_columns() : gate_up_columns();
-    if (down) index -= gate_up;
-    if (index >= starts[experts] * columns) return {Kind::kEnd, 0, 0, 0, 0};
-    const TilePlace place = place_tile(starts, experts, columns, index);
-    const int tile_rows = down ? kTileM : kWide;
-    const int row = shared.row_begin[place.group] + (place.m - starts[place.group]) * tile_rows;
-    return {down ? Kind::kDown : Kind::kGateUp, place.group, place.n, row,
-            min(tile_rows, shared.row_end[place.group] - row)};
+    const int tiles = shared.tile_start[experts];
+    const int gate_up = tiles * gate_up_columns();
+    const int down_columns = (args.hidden + kDownN - 1) / kDownN;
+    if (index < gate_up) {
+      return {Kind::kGateUp, place_tile(shared.tile_start, experts, gate_up_columns(), index)};
+    }
+    index -= gate_up;
+    if (index >= tiles * down_columns) return {Kind::kEnd, {}};
+    return {Kind::kDown, place_tile(shared.tile_start, experts, down_columns, index)};
   }
 
-  // Calls f(counter, wanted, block) for every block of rows that the tile waits for.
-  template <class F>
-  __device__ void each_awaited(const Work& work, const Pieces& pieces, const F& f) const {
-    for (int row = 0; row < work.rows; row += kBlockRows) {
-      const int block = (work.row + row) / kBlockRows;
-      if (work.kind == Kind::kDown) {
-        f(&args.activated[block], gate_up_columns(), block);
-      } else {
-        f(&args.arrived[block], min(kBlockRows, work.rows - row) * pieces.count, block);
-      }
+  // Rows or parts that a tile waits for, and how many it needs.
+  __device__ const int32_t* awaited(const Work& work, const Pieces& pieces, int& wanted) const {
+    const int m = work.place.m;
+    if (work.kind == Kind::kDown) {
+      wanted = gate_up_columns() * kConsumerWarpgroups;
+      return &args.activated[m];
     }
+    wanted = min(kTileM, shared.row_end[work.place.group] - m * kTileM) * pieces.count;
+    return &args.arrived[m];
   }
 
   __device__ void load_stage(const Work& work, int kb, int stage) {
     uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
     uint8_t* a = shared.stages.a[stage];
     uint8_t* b = shared.stages.b[stage];
-    const int k = kb * kBlockK;
+    const TilePlace& tile = work.place;
+    const int k = kb * kBlockK, row = tile.m * kTileM;
     using Load3 = cute::SM90_TMA_LOAD_3D;
     using Load4 = cute::SM90_TMA_LOAD_4D;
-    shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + decltype(shared.stages)::kBytesB);
     if (work.kind == Kind::kDown) {
-      Load3::copy(&maps.act_pool, bar, 0, a, k, work.row, 0);
-      Load4::copy(&maps.down, bar, 0, b, 0, k, work.column_tile * (kWide / 64), work.group);
+      shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kDownN * kBlockK * 2);
+      Load3::copy(&maps.act_pool, bar, 0, a, k, row, 0);
+      Load4::copy(&maps.down, bar, 0, b, 0, k, tile.n * (kDownN / 64), tile.group);
     } else {
-      Load4::copy(&maps.gate, bar, 0, a, 0, k, work.column_tile, work.group);
-      Load4::copy(&maps.up, bar, 0, a + kStageBytesA / 2, 0, k, work.column_tile, work.group);
-      Load3::copy(&maps.x_pool, bar, 0, b, k, work.row, 0);
+      const int block = tile.n * (kGateUpColumns / 64);
+      shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
+      Load3::copy(&maps.x_pool, bar, 0, a, k, row, 0);
+      Load4::copy(&maps.gate, bar, 0, b, 0, k, block, tile.group);
+      Load4::copy(&maps.up, bar, 0, b + kStageBytesB / 2, 0, k, block, tile.group);
     }
   }
 
@@ -262,7 +251,7 @@ struct Experts {
   // and there is time: at a tile's end the consumers would wait for it.
   __device__ void load() {
     const Pieces pieces(args.hidden);
-    RingState<decltype(shared.stages)::kStages> ring;
+    RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Work next = place_work(atomicAdd(&args.board->tile_claim, 1));
     bool next_ready = false;
@@ -270,25 +259,26 @@ struct Experts {
       const Work work = next;
       shared.tiles.push(tile_ring, work);
       if (work.kind == Kind::kEnd) return;
-      const bool down = work.kind == Kind::kDown;
+      int wanted;
+      const int32_t* counter = awaited(work, pieces, wanted);
       const int index = atomicAdd(&args.board->tile_claim, 1);
       if (!next_ready) {
-        each_awaited(work, pieces, [&](const int32_t* counter, int wanted, int block) {
-          wait_for_count(counter, wanted, args.directory, args.board->rank,
-                         down ? Phase::kDown : Phase::kGateUp, block);
-        });
+        const bool down = work.kind == Kind::kDown;
+        wait_for_count(counter, wanted, args.directory, args.board->rank,
+                       down ? Phase::kDown : Phase::kGateUp, work.place.m);
         fence_bulk_copies();
       }
-      const int k_blocks = (down ? args.intermediate : args.hidden) / kBlockK;
-      const int look_ahead = min(decltype(shared.stages)::kStages, k_blocks - 1);
+      const int k_blocks = (work.kind == Kind::kDown ? args.intermediate : args.hidden) / kBlockK;
+      const int look_ahead = min(kStages, k_blocks - 1);
       for (int kb = 0; kb < k_blocks; ++kb) {
         if (kb == look_ahead) {
           next = place_work(index);
-          next_ready = next.kind != Kind::kEnd;
-          each_awaited(next, pieces, [&](const int32_t* counter, int wanted, int) {
-            next_ready = next_ready && load_acquire_device(counter) >= wanted;
-          });
-          fence_bulk_copies();
+          next_ready = false;
+          if (next.kind != Kind::kEnd) {
+            counter = awaited(next, pieces, wanted);
+            next_ready = load_acquire_device(counter) >= wanted;
+            fence_bulk_copies();
+          }
         }
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
         load_stage(work, kb, ring.index());
@@ -299,79 +289,70 @@ struct Experts {
 
   // ---- storer warps ---------------------------------------------------------------------------
 
-  __device__ void store(uint32_t warpgroup) {
+  __device__ void store(int warpgroup) {
     RingState<kTileSlots> tile_ring;
     uint32_t boxes = 0;
     for (;; shared.tiles.next(tile_ring)) {
       const Work& work = shared.tiles.peek(tile_ring);
       if (work.kind == Kind::kEnd) return;
-      if (work.kind == Kind::kDown || tile_ring.count % 2 != warpgroup) continue;
-      if (threadIdx.x % 32 != 0) continue;
-      const int count = (work.rows + kTransposedRows - 1) / kTransposedRows;
-      drain_boxes(shared.store[warpgroup], boxes, count, [&](int i, const void* box) {
-        cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box, work.column_tile * kGateUpColumns,
-                                      work.row + i * kTransposedRows);
-      });
-      fence_bulk_copies();
-      for (int row = 0; row < work.rows; row += kBlockRows) {
-        add_release_device(&args.activated[(work.row + row) / kBlockRows], 1);
+      if (work.kind == Kind::kDown || threadIdx.x % 32 != 0) continue;
+      const TilePlace tile = work.place;
+      if (tile_rows(tile) > warpgroup * kBoxRows) {
+        drain_boxes(
+            shared.store[warpgroup], boxes, kGateUpColumns / 32, [&](int i, const void* box) {
+              cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box, tile.n * kGateUpColumns + i * 32,
+                                            tile.m * kTileM + warpgroup * kBoxRows);
+            });
       }
+      fence_bulk_copies();
+      add_release_device(&args.activated[tile.m], 1);
     }
   }
 
   // ---- consumer warpgroups --------------------------------------------------------------------
 
-  // out = silu(gate) * up * weight, clamped first where a limit is set. `weight` is that of the
-  // first of this thread's tokens. The accumulators are not written: wgmma alone may do that.
-  __device__ __forceinline__ void swiglu(const float* gate, const float* up, const float* weight,
-                                         float (&out)[16]) const {
-    const bool limited = args.swiglu_limit < INFINITY;
+  // values[0..16) *= sigmoid(values) * up * weight, clamped first where a limit is set.
+  __device__ __forceinline__ void swiglu(float* gate, float* up, const float (&weight)[2]) const {
+    if (args.swiglu_limit < INFINITY) {
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const float2 w = *reinterpret_cast<const float2*>(weight + 8 * b);
-#pragma unroll
-      for (int i = 4 * b; i < 4 * b + 4; i += 2) {
-        float g[2] = {gate[i], gate[i + 1]}, u[2] = {up[i], up[i + 1]}, s[2];
-        if (limited) {
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            // Comparisons that a NaN fails, so that it passes through.
-            g[j] = g[j] > args.swiglu_limit ? args.swiglu_limit : g[j];
-            u[j] = u[j] > args.swiglu_limit ? args.swiglu_limit : u[j];
-            u[j] = u[j] < -args.swiglu_limit ? -args.swiglu_limit : u[j];
-          }
-        }
-        sigmoid2(g[0], g[1], s[0], s[1]);
-        out[i] = g[0] * (s[0] * (u[0] * w.x));
-        out[i + 1] = g[1] * (s[1] * (u[1] * w.y));
+      for (int i = 0; i < 16; ++i) {
+        // Comparisons that a NaN fails, so that it passes through.
+        gate[i] = gate[i] > args.swiglu_limit ? args.swiglu_limit : gate[i];
+        up[i] = up[i] > args.swiglu_limit ? args.swiglu_limit : up[i];
+        up[i] = up[i] < -args.swiglu_limit ? -args.swiglu_limit : up[i];
       }
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i += 2) {
+      float s[2];
+      sigmoid2(gate[i], gate[i + 1], s[0], s[1]);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) gate[i + j] *= s[j] * (up[i + j] * weight[i / 2 % 2]);
     }
   }
 
-  __device__ __forceinline__ void gate_up_tile(const Work& work, uint32_t warpgroup,
-                                               RingState<decltype(shared.stages)::kStages>& ring,
-                                               uint32_t& boxes, float* acc) {
-    const auto multiply_tokens = [&](auto tokens) {
-      multiply<kSharing, Major::MN, Major::K, 2, tokens>(shared.stages, ring, warpgroup,
+  // Rows of the tile that are not padding. A 64-row half of padding is not multiplied.
+  __device__ int tile_rows(const TilePlace& tile) const {
+    return min(kTileM, shared.row_end[tile.group] - tile.m * kTileM);
+  }
+
+  __device__ __forceinline__ void gate_up_tile(const TilePlace& tile, int warpgroup,
+                                               RingState<kStages>& ring, uint32_t& boxes,
+                                               float* acc) {
+    if (tile_rows(tile) <= warpgroup * 64) return skip(shared.stages, ring, args.hidden / kBlockK);
+    const int row = first_row() + tile.m * kTileM + warpgroup * 64 +
+                    threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+    const float weight[2] = {args.row_weight[row], args.row_weight[row + 8]};
+    multiply<Sharing::kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup,
                                                          args.hidden / kBlockK, false, acc);
-    };
-    if (work.rows > 128) {
-      multiply_tokens(std::integral_constant<int, 192>{});
-    } else if (work.rows > 64) {
-      multiply_tokens(std::integral_constant<int, 128>{});
-    } else {
-      multiply_tokens(std::integral_constant<int, 64>{});
-    }
-    // A thread's tokens of a block of 8 are 2 (lane % 4) and the next.
-    const float* weight = args.row_weight + first_row() + work.row + lane_here() % 4 * 2;
+    // Columns 0-127 of the tile are gate, 128-255 up: a thread holds matching pairs.
     StoreQueue& queue = shared.store[warpgroup];
 #pragma unroll
-    for (int c = 0; c < kWide / kTransposedRows; ++c) {
-      if (c * kTransposedRows >= work.rows) continue;
-      float out[16];
-      swiglu(acc + 16 * c, acc + kWide / 2 + 16 * c, weight + c * kTransposedRows, out);
+    for (int c = 0; c < kGateUpColumns / 32; ++c) {
+      float* d = acc + 16 * c;
+      swiglu(d, d + 64, weight);
       uint8_t* box = acquire_box(queue, boxes);
-      fill_transposed_box(box, out);
+      fill_box(box, d);
       commit_box(queue, boxes);
     }
   }
@@ -385,7 +366,7 @@ struct Experts {
       return buffer + row * 128 + ((chunk ^ (row & 7)) << 4);
     };
 #pragma unroll
-    for (int c = 0; c < kWide / 64; ++c) {
+    for (int c = 0; c < kDownN / 64; ++c) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         store_16_columns(d + 32 * c + 8 * j, at(fragment_row(lane), 2 * j + fragment_chunk(lane)));
@@ -405,70 +386,75 @@ struct Experts {
     }
   }
 
-  __device__ __forceinline__ void down_tile(const Work& work, uint32_t warpgroup,
-                                            RingState<decltype(shared.stages)::kStages>& ring,
-                                            float* acc) {
+  __device__ __forceinline__ void down_tile(const TilePlace& tile, int warpgroup,
+                                            RingState<kStages>& ring, float* acc) {
+    constexpr int kRowBlocks = Tile<kDownSharing>::kRowBlocks;
     const int k_blocks = args.intermediate / kBlockK;
-    if (work.rows > 64) {
-      multiply<kSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup, k_blocks, false, acc);
+    const bool half = tile_rows(tile) <= 64;
+    if (kDownSharing == Sharing::kCooperative && half && warpgroup == 1) {
+      return skip(shared.stages, ring, k_blocks);
+    }
+    if (kRowBlocks == 2 && half) {
+      multiply<kDownSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup, k_blocks,
+                                                     false, acc);
     } else {
-      multiply<kSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup, k_blocks, false,
-                                                 acc);
+      multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup, k_blocks, false,
+                                                  acc);
     }
     const int warp = threadIdx.x % kWarpgroup / 32;
+    const int first =
+        tile.m * kTileM + warp * 16 + (kDownSharing == Sharing::kCooperative ? warpgroup * 64 : 0);
     uint8_t* buffer = shared.store[warpgroup].box[0] + warp * 2048;
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int row = m * 64 + warp * 16 + lane_here() % 16;
-      const uint64_t target = row < work.rows ? args.row_target[first_row() + work.row + row] : 0;
-      if (m * 64 < work.rows) {
-        push_rows(acc + m * (kWide / 2), buffer, target, work.column_tile * kWide);
-      }
+    for (int m = 0; m < kRowBlocks; ++m) {
+      const int row = first + m * 64 + lane_here() % 16;
+      const uint64_t target =
+          row < shared.row_end[tile.group] ? args.row_target[first_row() + row] : 0;
+      if (m == 0 || !half) push_rows(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN);
     }
   }
 
-  // The warpgroups take the tiles in turn. All gate/up tiles come before all down tiles: two loops,
-  // so that each has accumulators of its own and the compiler never moves them.
+  // All gate/up tiles come before all down tiles. Two loops, so that the accumulators and addresses
+  // of one take no registers in the other; each loop's accumulators start defined for the same
+  // reason.
   __device__ void consume(uint32_t warpgroup) {
-    RingState<decltype(shared.stages)::kStages> ring;
+    RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     uint32_t boxes = 0;
-    Turns::start(warpgroup, 0);
     {
-      float acc[kAccumulators<kSharing>] = {};
+      float acc[kAccumulators<Sharing::kCooperative>] = {};
       for (;; shared.tiles.next(tile_ring)) {
         const Work& work = shared.tiles.peek(tile_ring);
         if (work.kind != Kind::kGateUp) break;
-        if (tile_ring.count % 2 != warpgroup) {
-          ring.advance(args.hidden / kBlockK);
-        } else {
-          gate_up_tile(work, warpgroup, ring, boxes, acc);
-        }
+        gate_up_tile(work.place, warpgroup, ring, boxes, acc);
       }
     }
     // From here on the boxes are the warps' own: the last stores have read them.
     acquire_box(shared.store[warpgroup], boxes);
     acquire_box(shared.store[warpgroup], boxes + 1);
-    float acc[kAccumulators<kSharing>] = {};
+    float acc[kAccumulators<kDownSharing>] = {};
+    if (kDownSharing == Sharing::kPingPong) Turns::start(warpgroup, tile_ring.count % 2);
     for (;; shared.tiles.next(tile_ring)) {
       const Work& work = shared.tiles.peek(tile_ring);
       if (work.kind == Kind::kEnd) break;
-      if (tile_ring.count % 2 != warpgroup) {
+      if (kDownSharing == Sharing::kPingPong && tile_ring.count % 2 != warpgroup) {
         ring.advance(args.intermediate / kBlockK);
       } else {
-        down_tile(work, warpgroup, ring, acc);
+        down_tile(work.place, warpgroup, ring, acc);
       }
     }
     __threadfence_system();
   }
 };
 
+template <Sharing kDownSharing>
 __global__ void __launch_bounds__(kThreads, 1)
     experts_kernel(const __grid_constant__ ExpertsMaps maps,
                    const __grid_constant__ ExpertsArgs args) {
+  constexpr bool kPingPong = kDownSharing == Sharing::kPingPong;
   extern __shared__ __align__(1024) uint8_t raw[];
   ExpertsShared& shared = *reinterpret_cast<ExpertsShared*>(raw);
-  Experts experts{maps, args, shared};
+  Experts<kDownSharing> experts{maps, args, shared};
   if (args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
     shared.stages.init();
@@ -478,10 +464,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   experts.read_window();
+  __syncthreads();
 
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<kPingPong ? 40 : 80>();
     if (warp == 0) {
       if (threadIdx.x == 0) experts.load();
     } else if (warp == 1) {
@@ -490,7 +477,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       experts.store(warp - 2);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<kPingPong ? 232 : 208>();
     experts.consume(warp / 4 - 1);
   }
 }

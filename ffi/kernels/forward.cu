@@ -10,6 +10,8 @@
 namespace megamoe {
 namespace {
 
+constexpr Sharing kDownSharing = Sharing::kPingPong;
+
 std::string status_text(cudaError_t status) {
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
@@ -42,12 +44,12 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   char* act_pool = block + layout.common.act_pool;
   std::string error;
   for (const std::string& result :
-       {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kWide),
+       {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kTileM),
         encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kGateUpColumns),
         encode_mn_major(&maps.up, call.w_up, experts, h, i, kGateUpColumns),
-        encode_wide_store(&maps.act_store, act_pool, capacity, i, kTransposedRows),
+        encode_store(&maps.act_store, act_pool, capacity, i, kBoxRows),
         encode_k_major(&maps.act_pool, act_pool, 1, capacity, i, kTileM),
-        encode_mn_major(&maps.down, call.w_down, experts, i, h, kWide)}) {
+        encode_mn_major(&maps.down, call.w_down, experts, i, h, Tile<kDownSharing>::kN)}) {
     if (error.empty()) error = result;
   }
   if (!error.empty()) return error;
@@ -80,7 +82,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
     cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan_kernel), plan_ctas, plan_threads,
                                 plan_args, scratch_bytes, stream);
     args.round = round;
-    experts_kernel<<<sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
+    experts_kernel<kDownSharing><<<sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
   }
   finish_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, sizes.ranks);
   const char* returned = block + layout.common.returned;
@@ -102,13 +104,14 @@ std::string load_kernels() {
   cudaFuncAttributes attributes;
   for (const void* kernel :
        {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(finish_kernel),
-        reinterpret_cast<const void*>(plan_kernel), reinterpret_cast<const void*>(experts_kernel),
+        reinterpret_cast<const void*>(plan_kernel),
+        reinterpret_cast<const void*>(experts_kernel<kDownSharing>),
         reinterpret_cast<const void*>(combine_kernel<float>),
         reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)}) {
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status_text(status);
   }
-  return status_text(cudaFuncSetAttribute(experts_kernel,
+  return status_text(cudaFuncSetAttribute(experts_kernel<kDownSharing>,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(sizeof(ExpertsShared))));
 }

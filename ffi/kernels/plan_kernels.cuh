@@ -141,9 +141,9 @@ struct Planner {
     int32_t* arrived = reinterpret_cast<int32_t*>(args.block + args.layout.arrived);
     int32_t* activated = reinterpret_cast<int32_t*>(args.block + args.layout.activated);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int b = thread; b < shape.capacity_rows / 64; b += gridDim.x * blockDim.x) {
-      arrived[b] = 0;
-      activated[b] = 0;
+    for (int tile = thread; tile < shape.capacity_rows / kTileM; tile += gridDim.x * blockDim.x) {
+      arrived[tile] = 0;
+      activated[tile] = 0;
     }
     if (thread == 0) {
       args.board->tile_claim = 0;

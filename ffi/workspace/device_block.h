@@ -60,7 +60,7 @@ struct DeviceLayout {
     DeviceLayout at{};
     at.common = WorkspaceLayout::For(shape);
     const int64_t rows = shape.plan.max_pool_rows();
-    const int64_t blocks = shape.plan.capacity_rows / 64;
+    const int64_t tiles = shape.plan.capacity_rows / kTileM;
     int64_t end = AlignUp(at.common.bytes, 256);
     const auto take = [&end](int64_t size) {
       const int64_t offset = end;
@@ -69,8 +69,8 @@ struct DeviceLayout {
     };
     at.row_weight = take(rows * 4);
     at.row_target = take(rows * 8);
-    at.arrived = take(blocks * 4);
-    at.activated = take(blocks * 4);
+    at.arrived = take(tiles * 4);
+    at.activated = take(tiles * 4);
     at.bytes = end;
     return at;
   }
