@@ -17,6 +17,8 @@
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
+#include "ffi/kernels/pull.cuh"
+#include "ffi/kernels/push.cuh"
 #include "ffi/kernels/sync.cuh"
 #include "ffi/plan/plan.h"
 
@@ -24,9 +26,6 @@ namespace megamoe {
 
 constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
-constexpr int kPullStages = 3;
-constexpr int kPullBytes = 4096;
-constexpr int kPullEntries = 4;  // source tokens claimed at a time, at most
 constexpr int kGateUpColumns = 128;
 
 struct ExpertsMaps {
@@ -38,10 +37,9 @@ struct ExpertsArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
-  char* x_pool;
+  PullSource source[1];
   const float* row_weight;
   const uint64_t* row_target;
-  int32_t* arrived;
   int32_t* activated;
   int32_t hidden, intermediate;
   int32_t round;
@@ -58,26 +56,11 @@ struct Work {
 struct ExpertsShared {
   Stages<kStages> stages;
   StoreQueue store[kConsumerWarpgroups];
-  alignas(128) uint8_t pull[kPullStages][kPullBytes];
-  TransactionBarrier pulled[kPullStages];
+  PullBuffers pull;
   TileRing<Work, kTileSlots> tiles;
   // Of the round's window, in tiles and rows from its first.
   int32_t tile_start[kMaxLocalExperts + 1];
   int32_t row_end[kMaxLocalExperts];
-};
-
-// How a row is cut into pieces that fit a pull stage.
-struct Pieces {
-  int32_t row_bytes, count, bytes;
-
-  __device__ explicit Pieces(int32_t hidden) {
-    row_bytes = hidden * 2;
-    count = (row_bytes + kPullBytes - 1) / kPullBytes;
-    bytes = static_cast<int32_t>(AlignUp((row_bytes + count - 1) / count, 16));
-  }
-  __device__ int32_t size(int32_t piece) const {
-    return piece + 1 < count ? bytes : row_bytes - (count - 1) * bytes;
-  }
 };
 
 template <Sharing kDownSharing>
@@ -104,102 +87,6 @@ struct Experts {
     }
   }
 
-  // ---- puller warp ----------------------------------------------------------------------------
-
-  // One claim of pull entries: lane i holds entry i / K's source token and, for slot i % K, the
-  // pool row of this round, or -1.
-  struct Claim {
-    int token, row;
-  };
-
-  __device__ Claim claim_entries(int per_claim, int total) {
-    const int lane = threadIdx.x % 32, top_k = args.shape.top_k;
-    int first = 0;
-    if (lane == 0) first = atomicAdd(&args.board->pull_claim, per_claim);
-    first = __shfl_sync(~0u, first, 0);
-    const int entry = first + lane / top_k;
-    Claim claim{-1, -1};
-    if (lane / top_k < per_claim && entry < total) {
-      claim.token = args.plan.pull[entry];
-      const int row = args.plan.row_of[int64_t{claim.token} * top_k + lane % top_k] - first_row();
-      if (row >= 0 && row < args.shape.capacity_rows) claim.row = row;
-    }
-    return claim;
-  }
-
-  __device__ void pull() {
-    const int lane = threadIdx.x % 32, top_k = args.shape.top_k;
-    const int per_claim = min(kPullEntries, 32 / top_k);
-    const int total = args.plan.pull_start[args.shape.local_experts];
-    const Pieces pieces(args.hidden);
-
-    Claim claim = claim_entries(per_claim, total);
-    Claim next = claim_entries(per_claim, total);
-    int entry = 0, piece = 0;
-    int target[kPullStages];  // this lane's pool row for the stage's piece, or -1
-    int which[kPullStages];   // the piece, -1: the stage is idle
-    uint32_t phase = 0;
-
-    // Starts the next piece into a stage that nothing reads any more.
-    const auto fetch = [&](int stage) {
-      const int token = __shfl_sync(~0u, claim.token, entry * top_k);
-      which[stage] = token >= 0 ? piece : -1;
-      target[stage] = lane / top_k == entry ? claim.row : -1;
-      if (token < 0) return;
-      if (lane == 0) {
-        const int source = token / args.shape.tokens;
-        const char* from = static_cast<const char*>(args.board->x[source]) +
-                           int64_t{token - source * args.shape.tokens} * pieces.row_bytes +
-                           piece * pieces.bytes;
-        shared.pulled[stage].arrive_and_expect_tx(pieces.size(piece));
-        cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&shared.pulled[stage]),
-                                       shared.pull[stage], pieces.size(piece));
-      }
-      if (++piece < pieces.count) return;
-      piece = 0;
-      if (++entry < per_claim) return;
-      entry = 0;
-      claim = next;
-      next = claim_entries(per_claim, total);
-    };
-    // Tells the loaders that this lane's row has one more piece.
-    const auto announce = [&](int stage) {
-      if (which[stage] >= 0 && target[stage] >= 0) {
-        fence_bulk_copies();
-        add_release_device(&args.arrived[target[stage] / kTileM], 1);
-      }
-    };
-
-#pragma unroll
-    for (int stage = 0; stage < kPullStages; ++stage) which[stage] = target[stage] = -1;
-#pragma unroll
-    for (int stage = 0; stage < kPullStages - 1; ++stage) fetch(stage);
-    for (bool busy = true; busy; phase ^= 1) {
-#pragma unroll
-      for (int stage = 0; stage < kPullStages; ++stage) {
-        constexpr int kBack = kPullStages - 1;
-        const int previous = (stage + kBack) % kPullStages;
-        if (which[stage] >= 0) {
-          shared.pulled[stage].wait(phase);
-          if (target[stage] >= 0) {
-            cute::SM90_BULK_COPY_S2G::copy(shared.pull[stage],
-                                           args.x_pool + int64_t{target[stage]} * pieces.row_bytes +
-                                               which[stage] * pieces.bytes,
-                                           pieces.size(which[stage]));
-          }
-        }
-        cute::tma_store_arrive();
-        // The previous stage's piece is in the pool; its stage is free.
-        wait_bulk_stores<1>();
-        __syncwarp();
-        announce(previous);
-        busy = which[stage] >= 0;
-        fetch(previous);
-      }
-    }
-    wait_bulk_stores<0>();
-  }
-
   // ---- loader thread --------------------------------------------------------------------------
 
   __device__ Work place_work(int index) const {
@@ -223,7 +110,7 @@ struct Experts {
       return &args.activated[m];
     }
     wanted = min(kTileM, shared.row_end[work.place.group] - m * kTileM) * pieces.count;
-    return &args.arrived[m];
+    return &args.source[0].arrived[m];
   }
 
   __device__ void load_stage(const Work& work, int kb, int stage) {
@@ -357,35 +244,6 @@ struct Experts {
     }
   }
 
-  // Pushes 64 accumulator rows to their homes. `target` is, in lanes 0-15, the address of the
-  // return row of each of the warp's rows, 0 for padding; `buffer` is 2 KB of this warp.
-  __device__ __forceinline__ void push_rows(const float* d, uint8_t* buffer, uint64_t target,
-                                            int column) {
-    const int lane = lane_here();
-    const auto at = [buffer](int row, int chunk) {
-      return buffer + row * 128 + ((chunk ^ (row & 7)) << 4);
-    };
-#pragma unroll
-    for (int c = 0; c < kDownN / 64; ++c) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        store_16_columns(d + 32 * c + 8 * j, at(fragment_row(lane), 2 * j + fragment_chunk(lane)));
-      }
-      __syncwarp();
-      const bool inside = column + 64 * c < args.hidden;  // hidden is a multiple of 64
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = 4 * i + lane / 8;
-        const uint64_t to = __shfl_sync(~0u, target, row);
-        const uint4 value = *reinterpret_cast<const uint4*>(at(row, lane % 8));
-        if (inside && to != 0) {
-          *reinterpret_cast<uint4*>(to + (column + 64 * c + lane % 8 * 8) * 2) = value;
-        }
-      }
-      __syncwarp();
-    }
-  }
-
   __device__ __forceinline__ void down_tile(const TilePlace& tile, int warpgroup,
                                             RingState<kStages>& ring, float* acc) {
     constexpr int kRowBlocks = Tile<kDownSharing>::kRowBlocks;
@@ -410,7 +268,8 @@ struct Experts {
       const int row = first + m * 64 + lane_here() % 16;
       const uint64_t target =
           row < shared.row_end[tile.group] ? args.row_target[first_row() + row] : 0;
-      if (m == 0 || !half) push_rows(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN);
+      if (m == 0 || !half)
+        push_rows<kDownN>(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN, args.hidden);
     }
   }
 
@@ -459,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     shared.stages.init();
     for (auto& queue : shared.store) queue.init();
-    for (auto& barrier : shared.pulled) barrier.init(1);
+    shared.pull.init();
     shared.tiles.init(kConsumerWarpgroups * 4 + kConsumerWarpgroups);
     cutlass::arch::fence_barrier_init();
   }
@@ -472,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) {
       if (threadIdx.x == 0) experts.load();
     } else if (warp == 1) {
-      experts.pull();
+      Puller<1, ExpertsArgs>{args, shared.pull, experts.first_row()}.run();
     } else {
       experts.store(warp - 2);
     }

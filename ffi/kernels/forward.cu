@@ -65,10 +65,10 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.plan = plan.plan;
   args.directory = call.directory;
   args.board = board;
-  args.x_pool = block + layout.common.x_pool;
   args.row_weight = reinterpret_cast<const float*>(block + layout.row_weight);
   args.row_target = reinterpret_cast<const uint64_t*>(block + layout.row_target);
-  args.arrived = reinterpret_cast<int32_t*>(block + layout.arrived);
+  args.source[0] = {board->x, block + layout.common.x_pool,
+                    reinterpret_cast<int32_t*>(block + layout.arrived)};
   args.activated = reinterpret_cast<int32_t*>(block + layout.activated);
   args.hidden = shape.hidden;
   args.intermediate = shape.intermediate;
