@@ -10,14 +10,18 @@ training.png (loss and expert load), sample.txt, summary.json and the checkpoint
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +44,12 @@ FIXED = (
     "seed", "steps", "batch", "accumulate", "seq_len", "lr", "warmup", "weight_decay", "clip",
     "balance", "aux_coef", "bias_rate",
 )  # fmt: skip
+
+LEAST = {
+    "steps": 1, "seq_len": 2, "accumulate": 1, "batch": 1, "warmup": 0, "save_every": 0,
+    "sample_tokens": 0, "temperature": 0, "weight_decay": 0, "aux_coef": 0, "bias_rate": 0,
+}  # fmt: skip
+METRICS = "metrics.jsonl"
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -85,6 +95,10 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.7, help="of the sample")
     args = parser.parse_args(argv)
 
+    if not args.distributed and (args.coordinator, args.num_processes, args.process_id) != (
+        None, None, None,
+    ):  # fmt: skip
+        parser.error("--coordinator, --num-processes and --process-id need --distributed")
     if args.out is None:
         if args.resume or args.distributed:
             parser.error("--resume and --distributed need --out")
@@ -121,16 +135,19 @@ def prepare(args: argparse.Namespace) -> Run:
     Raises:
       ValueError: one sentence on what is wrong with the arguments or with what they name.
     """
-    for name, least in {"steps": 1, "seq_len": 2, "accumulate": 1}.items():
-        if getattr(args, name) < least:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {getattr(args, name)}; it must be at least {least}")
+    check_ranges(args)
+    if not args.resume and (args.out / METRICS).exists():
+        raise ValueError(
+            f"{args.out} holds another run; continue it with --resume or choose another --out"
+        )
     folder = Path(args.model) if args.model not in PRESETS else None
     tokenizer_file = args.tokenizer
     if folder and not tokenizer_file and (folder / "tokenizer.json").is_file():
         tokenizer_file = folder / "tokenizer.json"
     tokenizer = text.FileTokenizer(tokenizer_file) if tokenizer_file else text.ByteTokenizer()
 
+    if args.sample_tokens and not len(tokenizer.encode(args.prompt)):
+        raise ValueError(f"--prompt is {args.prompt!r}; it must hold at least one token")
     config = model_config(args, folder)
     tiny = args.model == "tiny"
     if tiny:
@@ -142,7 +159,7 @@ def prepare(args: argparse.Namespace) -> Run:
         )
 
     mesh = meshes.make_mesh(config.num_experts, args.expert_parallel)
-    if not args.batch:
+    if args.batch is None:
         args.batch = mesh.size * args.accumulate * (max(1, 8 // mesh.size) if tiny else 1)
     if args.batch % (mesh.size * args.accumulate):
         raise ValueError(
@@ -163,6 +180,18 @@ def prepare(args: argparse.Namespace) -> Run:
     return Run(args, config, tokenizer, batches, unigram, mesh, fixed, checkpoints)
 
 
+def check_ranges(args: argparse.Namespace) -> None:
+    """Refuses numbers that mean nothing, before anything is read or trained."""
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {value}; it must be at least {least}")
+    for name in ("lr", "clip"):
+        if not (math.isfinite(getattr(args, name)) and getattr(args, name) > 0):
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
+
+
 def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwen3MoEConfig:
     """The model's sizes, shortened if asked for, with the coefficient of --balance."""
     if folder and not folder.is_dir():
@@ -173,7 +202,7 @@ def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwe
         else qwen3_moe.Qwen3MoEConfig.preset(args.model)
     )
     changes = {}
-    if args.layers:
+    if args.layers is not None:
         if not 0 < args.layers <= config.num_hidden_layers:
             raise ValueError(
                 f"--layers is {args.layers}; the model has {config.num_hidden_layers} layers"
@@ -241,16 +270,25 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
         shardings,
         bias_rate=args.bias_rate if args.balance == "bias" else 0.0,
     )
-    if args.resume:
-        state = run.checkpoints.restore(state)
-    first = int(state.step)
+    try:
+        if args.resume:
+            state = run.checkpoints.restore(state)
+        first = int(state.step)
+        if first < args.steps:
+            # What cannot run on this machine says so when it is traced.
+            step_fn.trace(state, meshes.put_batch(run.batches[first], mesh, args.accumulate))
+    except ValueError as error:
+        fail(error)
     chief = jax.process_index() == 0
     if chief:
         print(describe(run, state))
-    metrics_file = report.MetricsFile(args.out / "metrics.jsonl", first) if chief else None
+    metrics_file = report.MetricsFile(args.out / METRICS, first) if chief else None
     loads = []
 
-    with tqdm(total=args.steps, initial=first, unit="step", disable=not chief) as bar:
+    with (
+        stop_signal() as stop,
+        tqdm(total=args.steps, initial=first, unit="step", disable=not chief) as bar,
+    ):
         started = time.perf_counter()
 
         def log(step: int, metrics) -> None:
@@ -259,8 +297,13 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
             metrics = jax.device_get(metrics)
             now = time.perf_counter()
             seconds, started = now - started, now
-            if not np.isfinite(metrics["total"]):
-                raise FloatingPointError(f"the loss is {metrics['total']} at step {step}")
+            if not np.isfinite((metrics["total"], metrics["grad_norm"])).all():
+                run.checkpoints.close()
+                fail(
+                    f"at step {step} the loss is {metrics['total']} and the norm of its gradient "
+                    f"{metrics['grad_norm']}, with --lr {args.lr} and --clip {args.clip}; the "
+                    "checkpoints are those of earlier steps"
+                )
             loads.append(metrics.pop("expert_load"))
             record = {
                 "step": step,
@@ -285,15 +328,46 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
             if running:
                 log(*running)
             running = step, metrics
+            stopped = stop.is_set()
             due = args.save_every and (step + 1) % args.save_every == 0
-            if (due or step + 1 == args.steps) and not args.no_checkpoint:
-                run.checkpoints.save(step + 1, state)
-        if running:
-            log(*running)
+            if due or stopped or step + 1 == args.steps:
+                # First: a state that is not finite is never saved.
+                log(*running)
+                running = None
+                if not args.no_checkpoint:
+                    run.checkpoints.save(step + 1, state)
+            if stopped:
+                break
     run.checkpoints.close()
     if metrics_file:
         metrics_file.close()
     return state, graphdef, metrics_file.records if chief else [], np.asarray(loads)
+
+
+@contextlib.contextmanager
+def stop_signal():
+    """An event that the first Ctrl-C or SIGTERM sets, so that the run can end with a checkpoint.
+
+    A second one ends the process at once. With several processes also the first: they could not
+    agree on the step to stop at.
+    """
+    stop, before = threading.Event(), {}
+
+    def restore():
+        while before:
+            signal.signal(*before.popitem())
+
+    def handle(*_):
+        stop.set()
+        restore()
+
+    if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, handle)
+    try:
+        yield stop
+    finally:
+        restore()
 
 
 def sample_text(run: Run, graphdef: nnx.GraphDef, state: TrainState) -> str:
@@ -390,6 +464,10 @@ def set_cpu_flags() -> None:
     os.environ["XLA_FLAGS"] = flags
 
 
+def fail(reason: object) -> NoReturn:
+    sys.exit(f"{Path(__file__).name}: {reason}")
+
+
 def main(argv=None) -> list[dict]:
     """Trains as the arguments say; returns the lines of the metrics file."""
     args = arguments(argv)
@@ -399,9 +477,12 @@ def main(argv=None) -> list[dict]:
     try:
         run = prepare(args)
     except (ValueError, OSError) as error:
-        sys.exit(f"{Path(__file__).name}: {error}")
+        fail(error)
     args.out.mkdir(parents=True, exist_ok=True)
     state, graphdef, records, loads = train(run)
+    if int(state.step) < args.steps:
+        saved = "nothing was saved" if args.no_checkpoint else f"--resume --out {args.out} goes on"
+        fail(f"stopped after {int(state.step)} of {args.steps} steps; {saved}")
     finish(run, state, graphdef, records, loads)
     return records
 

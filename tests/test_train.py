@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +18,7 @@ import pytest
 import train_qwen3_moe
 from flax import nnx
 from training import mesh as meshes
-from training import text
+from training import report, text
 from training.step import initial_state, make_step, update_biases
 
 from jax_megamoe import MoEConfig, _runtime
@@ -258,18 +258,42 @@ def test_loss_falls_and_the_run_leaves_its_files(finished_run):
     )
 
 
-def test_resumed_losses_are_those_of_the_unbroken_run(finished_run, tmp_path):
-    out, arguments, records = finished_run
-    shutil.copytree(out, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/checkpoints/8")
-    resumed = train_qwen3_moe.main([*arguments, "--out", str(tmp_path / "out"), "--resume"])
+def test_interrupted_run_resumes_to_the_losses_of_the_unbroken_one(
+    finished_run, tmp_path, monkeypatch
+):
+    _, arguments, records = finished_run
+    arguments = [*arguments, "--out", str(tmp_path / "out")]
+    write = report.MetricsFile.write
+
+    def interrupt(self, record):
+        write(self, record)
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report.MetricsFile, "write", interrupt)
+        with pytest.raises(SystemExit, match="stopped after 5 of 8 steps; --resume --out .* goes"):
+            train_qwen3_moe.main(arguments)
+    assert sorted(p.name for p in (tmp_path / "out/checkpoints").iterdir()) == ["4", "5"]
+    before = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
+    with pytest.raises(SystemExit, match="holds another run; continue it with --resume or"):
+        train_qwen3_moe.main(arguments)
+
+    resumed = train_qwen3_moe.main([*arguments, "--resume"])
     times = ("tokens_per_s", "step_s")
     for a, b in zip(resumed, records, strict=True):
         assert {k: v for k, v in a.items() if k not in times} == {
             k: v for k, v in b.items() if k not in times
         }
-    assert [r["step_s"] for r in resumed[:4]] == [r["step_s"] for r in records[:4]]
-    assert resumed[4]["step_s"] != records[4]["step_s"]
+    assert resumed[:5] == before
+
+
+def test_state_that_is_not_finite_is_not_saved(finished_run, tmp_path):
+    _, arguments, _ = finished_run
+    arguments = [*arguments, "--out", str(tmp_path / "out"), "--save-every", "1"]
+    with pytest.raises(SystemExit, match="at step 1 the loss is .* with --lr 1e[+]30"):
+        train_qwen3_moe.main([*arguments, "--lr", "1e30", "--clip", "1e30"])
+    assert [p.name for p in (tmp_path / "out/checkpoints").iterdir()] == ["1"]
 
 
 def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
@@ -289,6 +313,11 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--model", "."], "config.json does not exist"),
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
         (["--batch", "12"], "--batch is 12; it must be a multiple of 8 devices"),
+        (["--layers", "0"], "--layers is 0; the model has 4 layers"),
+        (["--batch", "-8"], "--batch is -8; it must be at least 1"),
+        (["--lr", "nan"], "--lr is nan; it must be above 0"),
+        (["--save-every", "-1"], "--save-every is -1; it must be at least 0"),
+        (["--prompt", ""], "--prompt is ''; it must hold at least one token"),
         (["--seq-len", "1"], "--seq-len is 1; it must be at least 2"),
         (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
         (["--tokenizer", "missing.json"], "missing.json does not exist"),

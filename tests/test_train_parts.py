@@ -102,8 +102,12 @@ def test_metrics_file_drops_what_is_run_again(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["run"]) for r in lines] == [(0, 1), (1, 1), (2, 1), (3, 2)]
     assert second.records == lines
-    report.MetricsFile(path, 0).close()
-    assert path.read_text() == ""
+    with path.open("a") as file:
+        file.write('{"step": 4, "ru')  # a process that was killed while it wrote
+    assert report.MetricsFile(path, 5).records == lines
+    with pytest.raises(FileExistsError):
+        report.MetricsFile(path, 0).write({"step": 0})
+    assert path.read_text().startswith('{"step": 0, "run": 1}')
 
 
 def test_summary_leaves_out_the_first_steps():
@@ -155,3 +159,12 @@ def test_checkpoint_keeps_bits_and_shardings(tmp_path):
         Checkpoints(tmp_path / "other", {"seed": 1}, resume=True)
     with pytest.raises(ValueError, match="holds the checkpoints of another run"):
         Checkpoints(folder, {"seed": 1}, resume=False)
+
+    for file in (folder / "7/state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match="cannot read the checkpoint .*/7 .*; delete it") as error:
+        Checkpoints(folder, {"seed": 1}, resume=True).restore(like)
+    assert "\n" not in str(error.value)
+    (folder / "7/fixed/metadata").unlink()
+    with pytest.raises(ValueError, match="cannot read the checkpoint .*/7 "):
+        Checkpoints(folder, {"seed": 1}, resume=True)

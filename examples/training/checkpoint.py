@@ -18,12 +18,12 @@ class Checkpoints:
       resume: whether the run continues from the newest one.
 
     Raises:
-      ValueError: if there is nothing to resume, if the checkpoint belongs to a run with other
-        settings, or if a new run would mix its checkpoints with those of another.
+      ValueError: if there is nothing to resume, if the checkpoint cannot be read or belongs to a
+        run with other settings, or if a new run would mix its checkpoints with those of another.
     """
 
     def __init__(self, folder: Path, fixed: dict, *, resume: bool):
-        self._fixed = fixed
+        self._folder, self._fixed = folder, fixed
         if not resume and folder.exists() and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} holds the checkpoints of another run; continue it with --resume or "
@@ -35,11 +35,9 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         if not resume:
             return
-        step = self._manager.latest_step()
-        if step is None:
+        if self._manager.latest_step() is None:
             raise ValueError(f"--resume found no checkpoint in {folder}")
-        args = ocp.args.Composite(fixed=ocp.args.JsonRestore())
-        saved = self._manager.restore(step, args=args).fixed
+        saved = self._read(fixed=ocp.args.JsonRestore()).fixed
         for name, value in fixed.items():
             if saved.get(name) != value:
                 raise ValueError(
@@ -57,10 +55,24 @@ class Checkpoints:
         )
 
     def restore(self, like):
-        """The newest state, with the structure, dtypes and shardings of `like`."""
+        """The newest state, with the structure, dtypes and shardings of `like`.
+
+        Raises:
+          ValueError: if it cannot be read.
+        """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(self._manager.latest_step(), args=args).state
+        return self._read(state=ocp.args.StandardRestore(abstract)).state
+
+    def _read(self, **items):
+        step = self._manager.latest_step()
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax raises plain Exception for some damage
+            reason = str(error).splitlines()[0][:200]
+            raise ValueError(
+                f"--resume cannot read the checkpoint {self._folder / str(step)} ({reason}); "
+                "delete it to continue from the one before it, if there is one"
+            ) from error
 
     def close(self) -> None:
         """Waits until everything is on disk."""

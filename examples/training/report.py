@@ -20,24 +20,30 @@ def imbalance(expert_load: np.ndarray) -> float:
 
 
 class MetricsFile:
-    """One JSON object a line and step. Lines of steps from `first_step` on are written anew."""
+    """One JSON object a line and step. Lines of steps from `first_step` on are written anew.
+
+    The file is opened at the first write, and must not exist then if `first_step` is 0.
+    """
 
     def __init__(self, path: Path, first_step: int):
-        kept = []
+        self.records = []
+        self._path, self._first_step, self._file = path, first_step, None
         if first_step > 0 and path.exists():
-            kept = [r for r in map(json.loads, path.open()) if r["step"] < first_step]
-        self.records = kept
-        self._file = path.open("w")
-        for record in kept:
-            self._file.write(json.dumps(record) + "\n")
+            # A process that was killed may have left half a line.
+            whole = (line for line in path.open() if line.endswith("\n"))
+            self.records = [r for r in map(json.loads, whole) if r["step"] < first_step]
 
     def write(self, record: dict) -> None:
+        if self._file is None:
+            self._file = self._path.open("w" if self._first_step > 0 else "x")
+            self._file.writelines(json.dumps(r) + "\n" for r in self.records)
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def summary(records: list[dict], *, flops_per_token: float, devices: int, skip: int = 5) -> dict:
