@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_megamoe.config import MoEConfig
+
 FLOATS = ("bfloat16", "float32")
 _INT32_MAX = 2**31 - 1
 
@@ -43,6 +45,12 @@ def arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, *, ranks: int
             f"x has {tokens} tokens on each of {ranks} ranks with {slots} experts each; "
             f"ranks * tokens * experts per token must not exceed {_INT32_MAX}"
         )
+
+
+def config(value: MoEConfig) -> None:
+    """Checks the type of the options."""
+    if not isinstance(value, MoEConfig):
+        raise TypeError(f"config is a {type(value).__name__}; it must be a jax_megamoe.MoEConfig")
 
 
 def weights(w_gate, w_up, w_down, *, hidden: int) -> None:

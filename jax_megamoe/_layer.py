@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import warnings
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,12 +70,22 @@ class Layer:
     dtype: jnp.dtype | None
     mesh: Mesh | None
     expert_axis: str | None
-    token_axes: Sequence[str] | None
+    token_axes: tuple[str, ...] | None
     fsdp_axis: str | None
     config: MoEConfig
 
-    def check(self) -> None:
+    def check(self, hidden: int, intermediate: int, param_dtype: jnp.dtype) -> None:
         """Refuses at construction what cannot run, and warns of what does not train."""
+        _check.config(self.config)
+        sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": self.num_experts}
+        for name, size in sizes.items():
+            if not isinstance(size, numbers.Integral) or size < 1:
+                raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
+        for name, dtype in (("dtype", self.dtype), ("param_dtype", param_dtype)):
+            if dtype is not None and jnp.dtype(dtype).name not in _check.FLOATS:
+                raise ValueError(
+                    f"{name} is {jnp.dtype(dtype).name}; it must be {' or '.join(_check.FLOATS)}"
+                )
         if not isinstance(self.top_k, int) or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k is {self.top_k!r}; it must be an integer from 1 to num_experts, "
@@ -114,8 +124,11 @@ class Layer:
         expert_ids: jax.Array | None,
     ) -> tuple[jax.Array, MoEAux]:
         x, w_gate, w_up, w_down = map(jnp.asarray, (x, w_gate, w_up, w_down))
-        if x.ndim < 1 or x.shape[-1] != router.shape[0]:
-            raise ValueError(f"x has shape {x.shape}; it must be [..., {router.shape[0]}]")
+        if x.ndim < 2 or x.shape[-1] != router.shape[0]:
+            raise ValueError(
+                f"x has shape {x.shape}; it must be [..., {router.shape[0]}] with at least one "
+                "leading dimension"
+            )
         check_token_mask(token_mask, x.shape[:-1])
         if token_mask is not None:
             # Padding may hold NaN, and the router's gradient sums x over all tokens.

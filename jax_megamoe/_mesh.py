@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def axis_size(axis_name: str | None) -> int:
@@ -16,9 +16,12 @@ def axis_size(axis_name: str | None) -> int:
 
     Raises:
       ValueError: if no enclosing `jax.shard_map` binds the axis.
+      TypeError: if `axis_name` is no name.
     """
     if axis_name is None:
         return 1
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name is {axis_name!r}; it must be the name of one axis, or None")
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -90,11 +93,12 @@ def place(axis_name: str | None) -> jax.Array:
     return jnp.stack([group, rank])
 
 
-def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | jax.sharding.AbstractMesh:
+def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
     """Returns the mesh to use: the argument, or the one of `jax.set_mesh`.
 
     Raises:
       ValueError: if there is no mesh, it lacks the axis, or the call is already inside a shard_map.
+      TypeError: if `mesh` is something else.
     """
     context = jax.sharding.get_abstract_mesh()
     if context.manual_axes:
@@ -106,9 +110,16 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | jax.sharding.Abstract
         mesh = _context_mesh()
         if mesh.empty:
             raise ValueError("mesh is None and there is no jax.set_mesh; one of the two is needed")
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
     if expert_axis not in mesh.axis_names:
         raise ValueError(f"expert_axis is {expert_axis!r}; {_known_axes(mesh.axis_names)}")
     return mesh
+
+
+def axis_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names as a tuple; one name may stand alone."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:

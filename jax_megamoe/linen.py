@@ -64,7 +64,7 @@ class MoE(nn.Module):
     param_dtype: jnp.dtype = jnp.float32
     mesh: Mesh | None = None
     expert_axis: str | None = None
-    token_axes: Sequence[str] | None = None
+    token_axes: str | Sequence[str] | None = None
     fsdp_axis: str | None = None
     config: MoEConfig = MoEConfig()
     router_init: Callable[..., jax.Array] = nn.initializers.lecun_normal()
@@ -89,11 +89,11 @@ class MoE(nn.Module):
             dtype=self.dtype,
             mesh=self.mesh,
             expert_axis=self.expert_axis,
-            token_axes=self.token_axes,
+            token_axes=None if self.token_axes is None else _mesh.axis_tuple(self.token_axes),
             fsdp_axis=self.fsdp_axis,
             config=self.config,
         )
-        layer.check()
+        layer.check(self.hidden, self.intermediate, self.param_dtype)
 
         def param(name, init, shape, dtype, *spec):
             if self.expert_axis is None:

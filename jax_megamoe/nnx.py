@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_megamoe import _mesh
 from jax_megamoe._layer import (
     CHECKPOINT_NAMES,
     EXPERT_IDS,
@@ -82,8 +83,8 @@ class MoE(nnx.Module):
       rngs: the stream `params` is used.
 
     Raises:
-      ValueError: `top_k` outside [1, E], an axis that the mesh lacks, E not a multiple of the size
-        of `expert_axis`, or `expert_axis` without a mesh.
+      ValueError: a size below 1, `top_k` outside [1, E], another dtype, an axis that the mesh
+        lacks, E not a multiple of the size of `expert_axis`, or `expert_axis` without a mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_megamoe.nnx
@@ -119,7 +120,7 @@ class MoE(nnx.Module):
         param_dtype: jnp.dtype = jnp.float32,
         mesh: Mesh | None = None,
         expert_axis: str | None = None,
-        token_axes: Sequence[str] | None = None,
+        token_axes: str | Sequence[str] | None = None,
         fsdp_axis: str | None = None,
         config: MoEConfig = MoEConfig(),
         router_init: Initializer = default_router_init,
@@ -134,11 +135,11 @@ class MoE(nnx.Module):
             dtype=dtype,
             mesh=mesh,
             expert_axis=expert_axis,
-            token_axes=None if token_axes is None else tuple(token_axes),
+            token_axes=None if token_axes is None else _mesh.axis_tuple(token_axes),
             fsdp_axis=fsdp_axis,
             config=config,
         )
-        self.layer.check()
+        self.layer.check(hidden, intermediate, param_dtype)
 
         def param(init, shape, dtype, *spec):
             if expert_axis is not None:
@@ -163,7 +164,7 @@ class MoE(nnx.Module):
         """Applies the layer.
 
         Args:
-          x: [..., H] bfloat16 or float32.
+          x: [..., H] bfloat16 or float32, at least one leading dimension.
           token_mask: bool [...], False for padding: not routed, y = 0, left out of the losses and
             the load, no gradient.
           expert_ids: int [..., K], a routing to replay (`aux.routing.expert_ids` of an earlier

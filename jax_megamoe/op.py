@@ -76,7 +76,7 @@ def moe_mlp(
       y, [T, H] in the dtype of x; or (y, MoEStats) if `return_stats`.
 
     Raises:
-      TypeError: if an argument has a dtype other than these.
+      TypeError: if an argument has a dtype other than these, or `config` is no MoEConfig.
       ValueError: if an argument has another shape, if no shard_map binds `axis_name`, or if
         `config` asks for what this machine cannot run.
 
@@ -91,6 +91,7 @@ def moe_mlp(
       >>> moe_mlp(x, expert_ids, expert_weights, w_gate, w_up, w_down).shape
       (2, 4)
     """
+    _check.config(config)
     ranks = _mesh.axis_size(axis_name)
     _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
     _mesh.check_unsharded(x=x, expert_ids=expert_ids, w_gate=w_gate, w_up=w_up, w_down=w_down)
@@ -171,10 +172,9 @@ def moe(
       ... ).shape
       (2, 3, 4)
     """
+    _check.config(config)
     mesh = _mesh.resolve(mesh, expert_axis)
-    if isinstance(token_axes, str):
-        token_axes = (token_axes,)
-    token_axes = tuple(mesh.axis_names if token_axes is None else token_axes)
+    token_axes = mesh.axis_names if token_axes is None else _mesh.axis_tuple(token_axes)
     _mesh.check_axes("token_axes", token_axes, mesh)
     _check.leading_dimensions(x, expert_ids, expert_weights)
     _check.weights(w_gate, w_up, w_down, hidden=x.shape[-1])

@@ -169,6 +169,7 @@ def load_balancing_loss(
 
     Raises:
       ValueError: shapes that do not fit or an unknown `layers`.
+      TypeError: `expert_ids` not integers or `token_mask` not boolean.
 
     References:
       Switch Transformer, equations 4 to 6 (https://arxiv.org/abs/2101.03961);
@@ -188,6 +189,8 @@ def load_balancing_loss(
             f"probs has shape {probs.shape} and expert_ids {expert_ids.shape}; they must be "
             "[..., E] and [..., K] with the same leading sizes, at least one"
         )
+    if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
+        raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be integers")
     check_token_mask(token_mask, probs.shape[:-1])
     if layers not in ("pool", "mean"):
         raise ValueError(f"layers is {layers!r}; it must be 'pool' or 'mean'")

@@ -106,6 +106,20 @@ def test_axis_that_is_not_bound():
         f(*arguments().values())
 
 
+def test_axis_that_is_no_name():
+    with pytest.raises(TypeError, match="^axis_name is 3; it must be the name of one axis, or"):
+        moe_mlp(**arguments(), axis_name=3)
+
+
+@pytest.mark.parametrize("value", [None, "xla", {"implementation": "xla"}])
+def test_config_of_another_type(value):
+    message = f"^config is a {type(value).__name__}; it must be a jax_megamoe.MoEConfig$"
+    with pytest.raises(TypeError, match=message):
+        moe_mlp(**arguments(), config=value)
+    with pytest.raises(TypeError, match=message):
+        moe(**arguments(), mesh=make_mesh(), expert_axis="expert", config=value)
+
+
 def sharded_over_data(mesh):
     specs = (P("data"),) * 3 + (P(),) * 3
     return jax.shard_map(
@@ -147,6 +161,8 @@ class TestMoe:
             moe(**arguments(), expert_axis="expert")
         with pytest.raises(ValueError, match="^mesh is None and there is no jax.set_mesh"):
             jax.eval_shape(lambda a: moe(**a, expert_axis="expert"), arguments())
+        with pytest.raises(TypeError, match="^mesh is a tuple; it must be a jax.sharding.Mesh$"):
+            moe(**arguments(), mesh=(2, 4), expert_axis="expert")
 
     def test_inside_a_shard_map(self):
         mesh = make_mesh((2, 4), ("data", "expert"))

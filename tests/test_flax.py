@@ -600,8 +600,25 @@ def test_top_k_out_of_range(top_k):
         make(top_k=top_k)
 
 
+def test_wrong_sizes_and_formats_are_named_at_construction():
+    for size, value in (("hidden", 0), ("intermediate", -1), ("num_experts", 2.5)):
+        options = {"hidden": H, "intermediate": I, "num_experts": E, size: value}
+        message = f"^{size} is {value}; it must be an integer of at least 1"
+        with pytest.raises(ValueError, match=message):
+            jax_megamoe.nnx.MoE(**options, top_k=1, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=message):
+            jax_megamoe.linen.MoE(**options, top_k=1).init(jax.random.key(0), tokens(3))
+    for name in ("dtype", "param_dtype"):
+        with pytest.raises(ValueError, match=f"^{name} is float16; it must be bfloat16 or float32"):
+            make(**{name: jnp.float16})
+    with pytest.raises(TypeError, match="^config is a NoneType; it must be a jax_megamoe.MoECon"):
+        make(config=None)
+
+
 def test_wrong_calls_are_named():
     layer = make()
+    with pytest.raises(ValueError, match=r"x has shape \(16,\); .* at least one leading dimension"):
+        layer(jnp.ones(16))
     with pytest.raises(ValueError, match=r"x has shape \(3, 15\); it must be \[..., 16\]"):
         layer(jnp.ones((3, 15)))
     with pytest.raises(ValueError, match=r"token_mask has shape \(2,\); it must be \(3,\)"):

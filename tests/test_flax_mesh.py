@@ -229,6 +229,8 @@ def test_wrong_meshes_are_named():
         make(expert_axis="ep", mesh=mesh)
     with pytest.raises(ValueError, match="token_axes names 'batch'; the axes are 'data', 'expert'"):
         make(expert_axis="expert", token_axes=("batch",), mesh=mesh)
+    with pytest.raises(ValueError, match="token_axes names 'batch'; the axes are 'data', 'expert'"):
+        make(expert_axis="expert", token_axes="batch", mesh=mesh)
     with pytest.raises(ValueError, match="fsdp_axis names 'fsdp'; the axes are 'data', 'expert'"):
         make(expert_axis="expert", fsdp_axis="fsdp", mesh=mesh)
     with pytest.raises(ValueError, match="fsdp_axis is 'expert', which is expert_axis"):

@@ -38,6 +38,24 @@ def test_weights_replicated_over_data(implementation, axes, check_vma):
     assert_close(got, oracle(inputs), F32)
 
 
+def test_each_group_has_its_own_experts(implementation):
+    # With equal experts in all groups it would not show if ranks of two groups met.
+    inputs, others = make_inputs(), make_inputs(seed=1)
+    both = jax.tree.map(lambda *a: jnp.concatenate(a), inputs, others)
+    everywhere = P(("data", "expert"))
+    f = jax.shard_map(
+        functools.partial(
+            moe_mlp, axis_name="expert", config=MoEConfig(implementation=implementation)
+        ),
+        mesh=make_mesh((2, 4), ("data", "expert")),
+        in_specs=(everywhere,) * 6,
+        out_specs=everywhere,
+    )
+    got = jax.jit(functools.partial(results_of, f))(both)
+    for half, want in enumerate((oracle(inputs), oracle(others))):
+        assert_close(type(got)(*(jnp.split(a, 2)[half] for a in got)), want, F32)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_tokens_replicated_over_data(implementation, check_vma):
     inputs = make_inputs()

@@ -542,6 +542,11 @@ def test_bias_balances_a_skewed_router():
     assert first.max() > 1.8 * first.mean() and load.max() < 1.3 * load.mean()
 
 
+def test_ids_that_are_no_integers_have_no_loss():
+    with pytest.raises(TypeError, match="expert_ids has dtype float32; it must be integers"):
+        load_balancing_loss(jnp.ones((3, 4)), jnp.zeros((3, 2)))
+
+
 def test_bias_update_names_what_is_wrong():
     with pytest.raises(ValueError, match="both must be"):
         update_expert_bias(jnp.zeros(4), jnp.zeros(3, jnp.int32), 1e-3)
