@@ -4,8 +4,8 @@ The same calls serve the GPU and the host. They are pure: nothing is handed out 
 and the backward but the layer's inputs, so rematerialisation, which needs only those, re-runs no
 forward call whose output nobody wants.
 
-On the GPU matrix operands are bf16: others are rounded before the call. Its backward has no kernel
-yet; there the gradients are those of the "xla" implementation, which needs the same residuals.
+On the GPU matrix operands are bf16: others are rounded before the call. The gradients there are
+those of the "xla" implementation, which needs the same residuals, until its kernels are tested.
 """
 
 from __future__ import annotations
@@ -85,12 +85,20 @@ def _forward(call, *args):
 
 
 def _backward(call, residuals, cotangents):
-    if call.platform == "gpu":
+    if call.platform == "gpu":  # until fused_backward has been tested and timed there
         return _xla.backward(call.xla, residuals, cotangents)
+    return fused_backward(call, residuals, cotangents)
+
+
+def fused_backward(call, residuals, cotangents):
+    """Returns the cotangents of the six arguments by the custom call."""
     x, expert_ids, expert_weights, *weights = residuals
-    operands = (*residuals, cotangents[0], _mesh.place(call.axis_name))
+    rounded, dy = _operand(call, x), _operand(call, cotangents[0])
+    operands = (rounded, expert_ids, expert_weights, *(_operand(call, w) for w in weights), dy)
     results = tuple(_like(a) for a in (x, expert_weights, *weights))
-    dx, d_expert_weights, *dws = _custom_call("jax_megamoe_backward", call, results, operands)
+    dx, d_expert_weights, *dws = _custom_call(
+        "jax_megamoe_backward", call, results, (*operands, _mesh.place(call.axis_name))
+    )
     return dx, None, d_expert_weights, *dws
 
 

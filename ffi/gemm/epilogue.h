@@ -109,6 +109,35 @@ __device__ __forceinline__ void fill_box(uint8_t* box, const float* d) {
   }
 }
 
+// Fills one box with 32 bf16 columns that are packed already: pair 2 b + h is columns 8 b and row
+// half h of the accumulator layout.
+__device__ __forceinline__ void fill_box(uint8_t* box, const uint32_t (&pairs)[8]) {
+  const int lane = lane_here();
+  const int row = threadIdx.x % kWarpgroup / 32 * 16 + fragment_row(lane);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const uint32_t* p = pairs + 4 * j;
+    cute::SM90_U32x4_STSM_N::copy(
+        p[0], p[1], p[2], p[3],
+        *reinterpret_cast<cute::uint128_t*>(box + box_offset(row, 2 * j + fragment_chunk(lane))));
+  }
+}
+
+// Fills one box with 16 f32 columns, values d[0..8) of the 64-row block.
+__device__ __forceinline__ void fill_box_f32(uint8_t* box, const float* d) {
+  const int lane = lane_here();
+  const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int chunk = 2 * b + lane % 4 / 2;
+      *reinterpret_cast<float2*>(box + box_offset(row + 8 * h, chunk) + lane % 2 * 8) =
+          make_float2(d[4 * b + 2 * h], d[4 * b + 2 * h + 1]);
+    }
+  }
+}
+
 // Waits until the bulk stores of this thread, but the newest kPending groups, have been written.
 template <int kPending>
 __device__ __forceinline__ void wait_bulk_stores() {

@@ -22,14 +22,15 @@ EncodeTiled encode_tiled() {
 template <int kRank>
 std::string encode(CUtensorMap* map, const void* matrix, const cuuint64_t (&sizes)[kRank],
                    const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
-                   CUtensorMapSwizzle swizzle) {
+                   CUtensorMapSwizzle swizzle,
+                   CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16) {
   if (encode_tiled() == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled";
   cuuint32_t steps[kRank];
   for (auto& step : steps) step = 1;
   const CUresult result =
-      encode_tiled()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(matrix), sizes,
-                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode_tiled()(map, type, kRank, const_cast<void*>(matrix), sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return "";
   return "cuTensorMapEncodeTiled failed with code " + std::to_string(result);
 }
@@ -57,6 +58,15 @@ std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t c
                          int box_rows) {
   return encode<2>(map, matrix, {u(columns), u(rows)}, {u(columns * 2)},
                    {32, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_64B);
+}
+
+std::string encode_batch_store(CUtensorMap* map, void* matrix, bool is_f32, int64_t batch,
+                               int64_t rows, int64_t columns) {
+  const int64_t size = is_f32 ? 4 : 2;
+  return encode<3>(map, matrix, {u(columns), u(rows), u(batch)},
+                   {u(columns * size), u(rows * columns * size)},
+                   {static_cast<cuuint32_t>(64 / size), 64, 1}, CU_TENSOR_MAP_SWIZZLE_64B,
+                   is_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
 }
 
 }  // namespace megamoe

@@ -30,4 +30,9 @@ std::string encode_mn_major(CUtensorMap* map, const void* matrix, int64_t batch,
 std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
                          int box_rows);
 
+// Result [batch][rows][columns] written in boxes of [1][64 rows][64 bytes], 64-byte swizzle, in
+// bf16 or f32. Coordinates: column, row, batch; rows beyond the batch's own are dropped.
+std::string encode_batch_store(CUtensorMap* map, void* matrix, bool is_f32, int64_t batch,
+                               int64_t rows, int64_t columns);
+
 }  // namespace megamoe

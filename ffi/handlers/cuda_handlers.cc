@@ -21,121 +21,199 @@ ffi::Error as_error(const std::string& message) {
   return message.empty() ? ffi::Error::Success() : ffi::Error::Internal(message);
 }
 
-struct ForwardBuffers {
+// Operands of both directions, in the order of the custom calls.
+struct Operands {
   ffi::AnyBuffer x, expert_ids, expert_weights, w_gate, w_up, w_down, place;
-  ffi::AnyBuffer y, expert_load, counters;
 };
 
-// The call of one rank; with several ranks on one GPU every buffer has a leading rank dimension.
-ForwardCall forward_call(const CallAttributes& attributes, const CudaWorkspace& workspace, int self,
-                         int slice, int slices, const ForwardBuffers& buffers) {
-  const auto at = [&](const ffi::AnyBuffer& buffer) {
-    return static_cast<char*>(buffer.untyped_data()) + buffer.size_bytes() / slices * slice;
-  };
-  ForwardCall call{};
+// Cuts buffers into the slices of several ranks on one GPU: there each has a leading rank
+// dimension.
+struct Slice {
+  int index = 0, count = 1;
+
+  template <class T>
+  T* of(const ffi::AnyBuffer& buffer) const {
+    return reinterpret_cast<T*>(static_cast<char*>(buffer.untyped_data()) +
+                                buffer.size_bytes() / count * index);
+  }
+};
+
+void set_operands(ExpertCall& call, const CallAttributes& attributes,
+                  const CudaWorkspace& workspace, int self, const Slice& slice,
+                  const Operands& in) {
   call.shape = workspace.shape;
   call.directory = directory_of(workspace, self, attributes.timeout_s);
-  call.x = at(buffers.x);
-  call.expert_ids = reinterpret_cast<const int32_t*>(at(buffers.expert_ids));
-  call.expert_weights = reinterpret_cast<const float*>(at(buffers.expert_weights));
-  call.w_gate = at(buffers.w_gate);
-  call.w_up = at(buffers.w_up);
-  call.w_down = at(buffers.w_down);
-  call.place = reinterpret_cast<const int32_t*>(at(buffers.place));
-  call.y = at(buffers.y);
-  call.y_is_f32 = buffers.y.element_type() == ffi::F32;
-  call.expert_load = reinterpret_cast<int32_t*>(at(buffers.expert_load));
-  call.counters = reinterpret_cast<int32_t*>(at(buffers.counters));
+  call.x = slice.of<const void>(in.x);
+  call.expert_ids = slice.of<const int32_t>(in.expert_ids);
+  call.expert_weights = slice.of<const float>(in.expert_weights);
+  call.w_gate = slice.of<const void>(in.w_gate);
+  call.w_up = slice.of<const void>(in.w_up);
+  call.w_down = slice.of<const void>(in.w_down);
+  call.place = slice.of<const int32_t>(in.place);
   call.swiglu_limit = attributes.swiglu_limit;
   call.reserved_sms = static_cast<int32_t>(attributes.reserved_sms);
-  return call;
 }
 
-ffi::Error check_forward(const CallAttributes& attributes, const CudaWorkspace* workspace,
-                         const ForwardBuffers& buffers, int slices) {
-  if (workspace == nullptr) {
-    return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      "the workspace does not exist in this process; it is made when the operation "
-                      "is traced, so trace it here before running a program that another process "
-                      "compiled");
+// Checks element types and counts against what the workspace was made for.
+class Checker {
+ public:
+  Checker(const CallAttributes& attributes, const CudaWorkspace* workspace, int slices)
+      : slices_(slices) {
+    if (workspace == nullptr) {
+      error_ = ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                          "the workspace does not exist in this process; it is made when the "
+                          "operation is traced, so trace it here before running a program that "
+                          "another process compiled");
+      return;
+    }
+    const PlanShape& plan = workspace->shape.plan;
+    require(attributes.precision == "bf16" && attributes.ranks == plan.ranks &&
+            attributes.capacity_rows == plan.capacity_rows);
+    rows_ = int64_t{plan.tokens} * workspace->shape.hidden;
+    slots_ = int64_t{plan.tokens} * plan.top_k;
+    weights_ =
+        int64_t{plan.local_experts} * workspace->shape.hidden * workspace->shape.intermediate;
+    experts_ = plan.local_experts;
   }
-  const PlanShape& plan = workspace->shape.plan;
-  const int64_t h = workspace->shape.hidden, i = workspace->shape.intermediate;
-  const auto holds = [&](const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t count) {
+
+  void operands(const Operands& in) {
+    require(holds(in.x, ffi::BF16, rows_) && holds(in.expert_ids, ffi::S32, slots_) &&
+            holds(in.expert_weights, ffi::F32, slots_) && holds(in.place, ffi::S32, 2));
+    for (const auto& w : {in.w_gate, in.w_up, in.w_down}) require(holds(w, ffi::BF16, weights_));
+  }
+  void rows(const ffi::AnyBuffer& buffer) {
+    require(holds(buffer, ffi::BF16, rows_) || holds(buffer, ffi::F32, rows_));
+  }
+  void bf16_rows(const ffi::AnyBuffer& buffer) { require(holds(buffer, ffi::BF16, rows_)); }
+  void slots(const ffi::AnyBuffer& buffer) { require(holds(buffer, ffi::F32, slots_)); }
+  void weights(const ffi::AnyBuffer& buffer, ffi::DataType type) {
+    require(holds(buffer, type, weights_) && (type == ffi::BF16 || type == ffi::F32));
+  }
+  void stats(const ffi::AnyBuffer& expert_load, const ffi::AnyBuffer& counters) {
+    require(holds(expert_load, ffi::S32, experts_) && holds(counters, ffi::S32, 2));
+  }
+
+  const ffi::Error& error() const { return error_; }
+
+ private:
+  bool holds(const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t count) const {
     return buffer.element_type() == type &&
-           static_cast<int64_t>(buffer.element_count()) == count * slices;
-  };
-  const int64_t weights = plan.local_experts * h * i;
-  const int64_t slots = int64_t{plan.tokens} * plan.top_k;
-  if (attributes.precision != "bf16" || attributes.ranks != plan.ranks ||
-      attributes.capacity_rows != plan.capacity_rows ||
-      !holds(buffers.x, ffi::BF16, plan.tokens * h) || !holds(buffers.w_gate, ffi::BF16, weights) ||
-      !holds(buffers.w_up, ffi::BF16, weights) || !holds(buffers.w_down, ffi::BF16, weights) ||
-      !holds(buffers.expert_ids, ffi::S32, slots) ||
-      !holds(buffers.expert_weights, ffi::F32, slots) || !holds(buffers.place, ffi::S32, 2) ||
-      !(holds(buffers.y, ffi::BF16, plan.tokens * h) ||
-        holds(buffers.y, ffi::F32, plan.tokens * h)) ||
-      !holds(buffers.expert_load, ffi::S32, plan.local_experts) ||
-      !holds(buffers.counters, ffi::S32, 2)) {
-    return ffi::Error::InvalidArgument(
-        "jax_megamoe_forward: operands, results or attributes differ from what the workspace was "
-        "made for");
+           static_cast<int64_t>(buffer.element_count()) == count * slices_;
   }
-  return ffi::Error::Success();
+  void require(bool right) {
+    if (!right && error_.success()) {
+      error_ = ffi::Error::InvalidArgument(
+          "operands, results or attributes differ from what the workspace was made for");
+    }
+  }
+
+  const int slices_;
+  int64_t rows_ = 0, slots_ = 0, weights_ = 0, experts_ = 0;
+  ffi::Error error_ = ffi::Error::Success();
+};
+
+// Enqueues the call of this device's rank: enqueue(its place in the directory, slice, stream).
+template <class Enqueue>
+ffi::Error run_on_device(const CudaWorkspace& workspace, int32_t device, cudaStream_t stream,
+                         const Enqueue& enqueue) {
+  const auto found = std::find(workspace.device.begin(), workspace.device.end(), device);
+  if (found == workspace.device.end()) {
+    return ffi::Error::Internal("GPU " + std::to_string(device) + " has no block of the workspace");
+  }
+  const int self = static_cast<int>(found - workspace.device.begin());
+  if (const std::string failed = failure_message(workspace, self); !failed.empty()) {
+    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failed);
+  }
+  return as_error(enqueue(self, Slice{}, stream));
 }
 
+// Enqueues the calls of all ranks of a group on one GPU, each on a stream of its own: how larger
+// groups are tested than there are GPUs.
+template <class Enqueue>
+ffi::Error run_ranks(const CudaWorkspace& workspace, cudaStream_t stream, const Enqueue& enqueue) {
+  cudaEvent_t event;
+  if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) {
+    return ffi::Error::Internal("cudaEventCreate failed");
+  }
+  const int ranks = static_cast<int>(workspace.block.size());
+  cudaEventRecord(event, stream);
+  std::string error;
+  for (int rank = 0; rank < ranks && error.empty(); ++rank) {
+    cudaStreamWaitEvent(workspace.stream[rank], event);
+    error = enqueue(rank, Slice{rank, ranks}, workspace.stream[rank]);
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    cudaEventRecord(event, workspace.stream[rank]);
+    cudaStreamWaitEvent(stream, event);
+  }
+  cudaEventDestroy(event);
+  return as_error(error);
+}
+
+// Runs `enqueue` on the device's rank, or, with a leading rank dimension, on all ranks.
+template <bool kRanksOnOneGpu, class Enqueue>
+ffi::Error run(const CudaWorkspace& workspace, int32_t device, cudaStream_t stream,
+               const Enqueue& enqueue) {
+  if constexpr (kRanksOnOneGpu) return run_ranks(workspace, stream, enqueue);
+  return run_on_device(workspace, device, stream, enqueue);
+}
+
+template <bool kRanksOnOneGpu>
 ffi::Error forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
                    ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
                    ffi::AnyBuffer w_down, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> y,
                    ffi::Result<ffi::AnyBuffer> expert_load, ffi::Result<ffi::AnyBuffer> counters,
                    CallAttributes attributes) {
-  const ForwardBuffers buffers{x,     expert_ids, expert_weights, w_gate,   w_up, w_down,
-                               place, *y,         *expert_load,   *counters};
+  const Operands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
-  if (auto error = check_forward(attributes, workspace, buffers, 1); error.failure()) return error;
-  const auto found = std::find(workspace->device.begin(), workspace->device.end(), device);
-  if (found == workspace->device.end()) {
-    return ffi::Error::Internal("GPU " + std::to_string(device) + " has no block of the workspace");
-  }
-  const int self = static_cast<int>(found - workspace->device.begin());
-  if (const std::string failed = failure_message(*workspace, self); !failed.empty()) {
-    return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, failed);
-  }
-  return as_error(
-      enqueue_forward(forward_call(attributes, *workspace, self, 0, 1, buffers), stream));
+  Checker check(attributes, workspace, kRanksOnOneGpu ? static_cast<int>(attributes.ranks) : 1);
+  check.operands(in);
+  check.rows(*y);
+  check.stats(*expert_load, *counters);
+  if (check.error().failure()) return check.error();
+  return run<kRanksOnOneGpu>(*workspace, device, stream,
+                             [&](int self, const Slice& slice, cudaStream_t on) {
+                               ForwardCall call{};
+                               set_operands(call, attributes, *workspace, self, slice, in);
+                               call.y = slice.of<void>(*y);
+                               call.y_is_f32 = y->element_type() == ffi::F32;
+                               call.expert_load = slice.of<int32_t>(*expert_load);
+                               call.counters = slice.of<int32_t>(*counters);
+                               return enqueue_forward(call, on);
+                             });
 }
 
-// All ranks of a group on one GPU, each on a stream of its own: how larger groups are tested than
-// there are GPUs.
-ffi::Error forward_ranks(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
-                         ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
-                         ffi::AnyBuffer w_down, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> y,
-                         ffi::Result<ffi::AnyBuffer> expert_load,
-                         ffi::Result<ffi::AnyBuffer> counters, CallAttributes attributes) {
-  const ForwardBuffers buffers{x,     expert_ids, expert_weights, w_gate,   w_up, w_down,
-                               place, *y,         *expert_load,   *counters};
+template <bool kRanksOnOneGpu>
+ffi::Error backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x,
+                    ffi::AnyBuffer expert_ids, ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate,
+                    ffi::AnyBuffer w_up, ffi::AnyBuffer w_down, ffi::AnyBuffer dy,
+                    ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> dx,
+                    ffi::Result<ffi::AnyBuffer> d_expert_weights,
+                    ffi::Result<ffi::AnyBuffer> dw_gate, ffi::Result<ffi::AnyBuffer> dw_up,
+                    ffi::Result<ffi::AnyBuffer> dw_down, CallAttributes attributes) {
+  const Operands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
-  const int ranks = static_cast<int>(attributes.ranks);
-  if (auto error = check_forward(attributes, workspace, buffers, ranks); error.failure()) {
-    return error;
-  }
-  cudaEvent_t event;
-  if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) {
-    return ffi::Error::Internal("cudaEventCreate failed");
-  }
-  cudaEventRecord(event, stream);
-  std::string error;
-  for (int rank = 0; rank < ranks && error.empty(); ++rank) {
-    cudaStreamWaitEvent(workspace->stream[rank], event);
-    error = enqueue_forward(forward_call(attributes, *workspace, rank, rank, ranks, buffers),
-                            workspace->stream[rank]);
-  }
-  for (int rank = 0; rank < ranks; ++rank) {
-    cudaEventRecord(event, workspace->stream[rank]);
-    cudaStreamWaitEvent(stream, event);
-  }
-  cudaEventDestroy(event);
-  return as_error(error);
+  Checker check(attributes, workspace, kRanksOnOneGpu ? static_cast<int>(attributes.ranks) : 1);
+  check.operands(in);
+  check.bf16_rows(dy);
+  check.rows(*dx);
+  check.slots(*d_expert_weights);
+  for (const auto& dw : {*dw_gate, *dw_up, *dw_down}) check.weights(dw, dw_gate->element_type());
+  if (check.error().failure()) return check.error();
+  return run<kRanksOnOneGpu>(*workspace, device, stream,
+                             [&](int self, const Slice& slice, cudaStream_t on) {
+                               BackwardCall call{};
+                               set_operands(call, attributes, *workspace, self, slice, in);
+                               call.dy = slice.of<const void>(dy);
+                               call.dx = slice.of<void>(*dx);
+                               call.dx_is_f32 = dx->element_type() == ffi::F32;
+                               call.d_expert_weights = slice.of<float>(*d_expert_weights);
+                               call.dw_gate = slice.of<void>(*dw_gate);
+                               call.dw_up = slice.of<void>(*dw_up);
+                               call.dw_down = slice.of<void>(*dw_down);
+                               call.dw_is_f32 = dw_gate->element_type() == ffi::F32;
+                               return enqueue_backward(call, on);
+                             });
 }
 
 ffi::Error product(cudaStream_t stream, ffi::Buffer<ffi::BF16> a0, ffi::Buffer<ffi::BF16> a1,
@@ -165,27 +243,56 @@ ffi::Error product(cudaStream_t stream, ffi::Buffer<ffi::BF16> a0, ffi::Buffer<f
 }  // namespace
 }  // namespace megamoe
 
-#define MEGAMOE_FORWARD_OPERANDS  \
-  .Arg<xla::ffi::AnyBuffer>()     \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Arg<xla::ffi::AnyBuffer>() \
-      .Ret<xla::ffi::AnyBuffer>() \
-      .Ret<xla::ffi::AnyBuffer>() \
-      .Ret<xla::ffi::AnyBuffer>() \
-      .Attrs<megamoe::CallAttributes>()
+namespace {
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForward, megamoe::forward,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<xla::ffi::DeviceOrdinal>() MEGAMOE_FORWARD_OPERANDS);
+// x, expert_ids, expert_weights, w_gate, w_up, w_down, place -> y, expert_load, counters
+constexpr auto bind_forward = [] {
+  using Buffer = xla::ffi::AnyBuffer;
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Attrs<megamoe::CallAttributes>();
+};
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForwardRanks, megamoe::forward_ranks,
-                              xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
-                                  MEGAMOE_FORWARD_OPERANDS);
+// x, expert_ids, expert_weights, w_gate, w_up, w_down, dy, place
+// -> dx, d_expert_weights, dw_gate, dw_up, dw_down
+constexpr auto bind_backward = [] {
+  using Buffer = xla::ffi::AnyBuffer;
+  return xla::ffi::Ffi::Bind()
+      .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<xla::ffi::DeviceOrdinal>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Arg<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Ret<Buffer>()
+      .Attrs<megamoe::CallAttributes>();
+};
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForward, megamoe::forward<false>, bind_forward());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaForwardRanks, megamoe::forward<true>, bind_forward());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaBackward, megamoe::backward<false>, bind_backward());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaBackwardRanks, megamoe::backward<true>, bind_backward());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaProduct, megamoe::product,
                               xla::ffi::Ffi::Bind()
@@ -212,6 +319,8 @@ void AddCudaTargets(nanobind::dict& targets) {
   };
   add("jax_megamoe_forward", MegamoeCudaForward);
   add("jax_megamoe_forward_ranks", MegamoeCudaForwardRanks);
+  add("jax_megamoe_backward", MegamoeCudaBackward);
+  add("jax_megamoe_backward_ranks", MegamoeCudaBackwardRanks);
   add("jax_megamoe_product", MegamoeCudaProduct);
 }
 

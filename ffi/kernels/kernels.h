@@ -1,10 +1,11 @@
 // The kernels of one call, in the order in which a handler enqueues them:
 //
 //   meet       tell the peers where this rank's operands are, learn theirs
-//   plan       gather all ids; rows, tiles and targets of this rank's experts
 //   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
-//     pulls    which rows to pull in this round, in the order of use
-//     experts  pull rows; gate/up, SwiGLU, down; push result rows home
+//     plan     round 0: gather all ids; rows, tiles and targets of this rank's experts. Every
+//     round:
+//              which rows to pull, in the order of use
+//     experts  pull rows; gate/up, SwiGLU, down; push result rows home (backward: experts_backward)
 //   finish     every rank has pushed
 //   combine    sum each token's slots
 //
@@ -24,7 +25,8 @@
 
 namespace megamoe {
 
-struct ForwardCall {
+// Operands that both directions share; device memory.
+struct ExpertCall {
   WorkspaceShape shape;
   Directory directory;
   const void* x;                // [T, H] bf16
@@ -34,16 +36,31 @@ struct ForwardCall {
   const void* w_up;
   const void* w_down;    // [E_l, I, H] bf16
   const int32_t* place;  // {group, rank}
-  void* y;               // [T, H]
-  bool y_is_f32;
-  int32_t* expert_load;  // [E_l]
-  int32_t* counters;     // {invalid_ids, rounds}
   float swiglu_limit;    // infinity: none
   int32_t reserved_sms;
 };
 
+struct ForwardCall : ExpertCall {
+  void* y;  // [T, H]
+  bool y_is_f32;
+  int32_t* expert_load;  // [E_l]
+  int32_t* counters;     // {invalid_ids, rounds}
+};
+
+struct BackwardCall : ExpertCall {
+  const void* dy;  // [T, H] bf16
+  void* dx;        // [T, H]
+  bool dx_is_f32;
+  float* d_expert_weights;  // [T, K]
+  void* dw_gate;            // [E_l, H, I]
+  void* dw_up;
+  void* dw_down;  // [E_l, I, H]
+  bool dw_is_f32;
+};
+
 // Each returns an empty string, or what went wrong.
 std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream);
+std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream);
 
 // Loads every kernel on the current device, so that no first use waits while a peer spins.
 std::string load_kernels();

@@ -12,7 +12,7 @@ namespace megamoe {
 // After it: the operands of every rank may be read, and every rank is done with the previous call,
 // so its return buffer may be written.
 __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t ranks,
-                            const int32_t* place, const void* x, const int32_t* ids,
+                            const int32_t* place, const void* x, const void* dy, const int32_t* ids,
                             const float* weights) {
   const auto board_of = [&](int device) {
     return reinterpret_cast<Board*>(directory.block[device] + board_offset);
@@ -32,6 +32,7 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
     mail->group = group;
     mail->rank = rank;
     mail->x = x;
+    mail->dy = dy;
     mail->ids = ids;
     mail->weights = weights;
     store_release_system(const_cast<uint64_t*>(&mail->epoch), epoch);
@@ -49,6 +50,7 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
         const int peer = mail->rank;
         own->block[peer] = directory.block[lane];
         own->x[peer] = const_cast<const void*>(mail->x);
+        own->dy[peer] = const_cast<const void*>(mail->dy);
         own->ids[peer] = mail->ids;
         own->weights[peer] = mail->weights;
         present = 1u << peer;

@@ -108,9 +108,9 @@ struct Planner {
     if (blockIdx.x == 0) {
       for (int e = threadIdx.x; e <= experts; e += blockDim.x) {
         plan.expert_start[e] = starts[e];
-        if (e < experts) expert_load[e] = plan.expert_rows[e];
+        if (e < experts && expert_load != nullptr) expert_load[e] = plan.expert_rows[e];
       }
-      if (threadIdx.x == 0) {
+      if (threadIdx.x == 0 && counters != nullptr) {
         counters[0] = plan.expert_rows[experts];
         counters[1] = static_cast<int32_t>((int64_t{starts[experts]} + shape.capacity_rows - 1) /
                                            shape.capacity_rows);
@@ -137,14 +137,12 @@ struct Planner {
   // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use.
   __device__ void pulls(int round) const {
     const PlanShape& shape = args.shape;
-    if (round >= NumRounds(shape, args.plan)) return;
-    int32_t* arrived = reinterpret_cast<int32_t*>(args.block + args.layout.arrived);
-    int32_t* activated = reinterpret_cast<int32_t*>(args.block + args.layout.activated);
+    // The first round starts even without rows: the backward pass has zeros to write.
+    if (round > 0 && round >= NumRounds(shape, args.plan)) return;
+    int32_t* counters = reinterpret_cast<int32_t*>(args.block + args.layout.counters);
+    const int count = kProgressCounters * (shape.capacity_rows / kTileM);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
-    for (int tile = thread; tile < shape.capacity_rows / kTileM; tile += gridDim.x * blockDim.x) {
-      arrived[tile] = 0;
-      activated[tile] = 0;
-    }
+    for (int i = thread; i < count; i += gridDim.x * blockDim.x) counters[i] = 0;
     if (thread == 0) {
       args.board->tile_claim = 0;
       args.board->pull_claim = 0;

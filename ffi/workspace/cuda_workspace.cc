@@ -76,6 +76,12 @@ const char* phase_name(int32_t phase) {
       return "gate/up";
     case Phase::kDown:
       return "down";
+    case Phase::kHiddenGrad:
+      return "hidden gradients";
+    case Phase::kInputGrad:
+      return "input gradients";
+    case Phase::kWeightGrad:
+      return "weight gradients";
     case Phase::kCombine:
       return "combine";
   }
@@ -196,7 +202,8 @@ std::string failure_message(const CudaWorkspace& workspace, int self) {
   const volatile Failure* failure = workspace.failure[self];
   if (!failure->happened) return "";
   const Phase phase = static_cast<Phase>(failure->phase);
-  const bool on_rank = phase != Phase::kGateUp && phase != Phase::kDown;
+  const bool on_rank =
+      phase == Phase::kDispatch || phase == Phase::kPlan || phase == Phase::kCombine;
   return "rank " + std::to_string(failure->rank) + " of " +
          std::to_string(workspace.shape.plan.ranks) + " waited too long in phase '" +
          phase_name(failure->phase) + "' for " + (on_rank ? "rank " : "tile ") +

@@ -21,13 +21,23 @@ struct Failure {
   int64_t seen, wanted;
 };
 
-enum class Phase : int32_t { kDispatch = 1, kPlan, kGateUp, kDown, kCombine };
+enum class Phase : int32_t {
+  kDispatch = 1,
+  kPlan,
+  kGateUp,
+  kDown,
+  kHiddenGrad,
+  kInputGrad,
+  kWeightGrad,
+  kCombine
+};
 
 // A rank's operands for the call with number `epoch`, as it tells them to a peer.
 struct Mail {
   uint64_t epoch;
   int32_t group, rank;
   const void* x;
+  const void* dy;  // backward pass only
   const int32_t* ids;
   const float* weights;
 };
@@ -40,6 +50,7 @@ struct Board {
   int32_t group, rank;         // of the call in progress
   char* block[kMaxDevices];    // by rank, in the call in progress
   const void* x[kMaxDevices];
+  const void* dy[kMaxDevices];
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
   int32_t tile_claim, pull_claim;  // next work of the round
@@ -47,13 +58,25 @@ struct Board {
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
 
+// What each row tile of the round has so far, counted by those that produce it.
+enum Progress : int32_t {
+  kArrivedX,        // pieces of x rows
+  kArrivedDy,       // pieces of dy rows
+  kGateUpDone,      // parts of the gate/up tiles
+  kHiddenGradDone,  // column tiles of the gradients of the hidden activations
+  kProgressCounters,
+};
+
 // Offsets of what only the GPU kernels keep, behind the common layout.
 struct DeviceLayout {
   WorkspaceLayout common;
   int64_t row_weight;  // [max_pool_rows] f32, routing weight of each pool row
   int64_t row_target;  // [max_pool_rows] address of the row's place in its home's return buffer
-  int64_t arrived;     // [capacity tiles] pieces of x rows that have arrived in this round
-  int64_t activated;   // [capacity tiles] finished parts of the activation tiles in this round
+  int64_t counters;    // [4][capacity tiles] int32, zero at the start of a round: see `Progress`
+  // Backward pass only.
+  int64_t
+      partial_dots;  // [capacity rows, column tiles of dA] f32 parts of the routing-weight gradient
+  int64_t carried;   // [3, 2, H, I] f32 weight gradients of experts whose rows span rounds
   int64_t bytes;
 
   static DeviceLayout For(const WorkspaceShape& shape) {
@@ -69,8 +92,9 @@ struct DeviceLayout {
     };
     at.row_weight = take(rows * 4);
     at.row_target = take(rows * 8);
-    at.arrived = take(tiles * 4);
-    at.activated = take(tiles * 4);
+    at.counters = take(kProgressCounters * tiles * 4);
+    at.partial_dots = take(tiles * kTileM * (shape.intermediate + 255) / 256 * 4);
+    at.carried = take(6 * int64_t{shape.hidden} * shape.intermediate * 4);
     at.bytes = end;
     return at;
   }

@@ -1,0 +1,121 @@
+#include <algorithm>
+
+#include "ffi/gemm/tensor_map.h"
+#include "ffi/kernels/experts_backward.cuh"
+#include "ffi/kernels/stages.h"
+
+namespace megamoe {
+namespace {
+
+static_assert(sizeof(Backward::Shared) <= 232448);
+
+std::string encode_maps(const BackwardCall& call, const Launch& launch, BackwardMaps& maps) {
+  const int64_t capacity = call.shape.plan.capacity_rows;
+  const int64_t experts = call.shape.plan.local_experts;
+  const int64_t h = call.shape.hidden, i = call.shape.intermediate;
+  const WorkspaceLayout& at = launch.layout.common;
+  char* x = launch.at<char>(at.x_pool);
+  char* dy = launch.at<char>(at.dy_pool);
+  char* gate = launch.at<char>(at.gate_pool);
+  char* up = launch.at<char>(at.up_pool);
+  char* act = launch.at<char>(at.act_pool);
+  float* carried = launch.at<float>(launch.layout.carried);
+  constexpr int kN = Backward::kN;
+  for (const std::string& error :
+       {encode_k_major(&maps.x_rows, x, 1, capacity, h, kTileM),
+        encode_mn_major(&maps.gate_columns, call.w_gate, experts, h, i, Backward::kRecomputeN),
+        encode_mn_major(&maps.up_columns, call.w_up, experts, h, i, Backward::kRecomputeN),
+        encode_store(&maps.gate_store, gate, capacity, i, kBoxRows),
+        encode_store(&maps.up_store, up, capacity, i, kBoxRows),
+        encode_k_major(&maps.dy_rows, dy, 1, capacity, h, kTileM),
+        encode_k_major(&maps.down_rows, call.w_down, experts, i, h, Backward::kHiddenN),
+        encode_store(&maps.act_store, act, capacity, i, kBoxRows),
+        encode_k_major(&maps.dgate_rows, gate, 1, capacity, i, kTileM),
+        encode_k_major(&maps.dup_rows, up, 1, capacity, i, kTileM),
+        encode_k_major(&maps.gate_rows, call.w_gate, experts, h, i, kN),
+        encode_k_major(&maps.up_rows, call.w_up, experts, h, i, kN),
+        encode_mn_major(&maps.x_columns, x, 1, capacity, h, kTileM),
+        encode_mn_major(&maps.act_columns, act, 1, capacity, i, kTileM),
+        encode_mn_major(&maps.dgate_columns, gate, 1, capacity, i, kN),
+        encode_mn_major(&maps.dup_columns, up, 1, capacity, i, kN),
+        encode_mn_major(&maps.dy_columns, dy, 1, capacity, h, kN),
+        encode_batch_store(&maps.dw[0], call.dw_gate, call.dw_is_f32, experts, h, i),
+        encode_batch_store(&maps.dw[1], call.dw_up, call.dw_is_f32, experts, h, i),
+        encode_batch_store(&maps.dw[2], call.dw_down, call.dw_is_f32, experts, i, h),
+        encode_batch_store(&maps.carried[0], carried, true, 2, h, i),
+        encode_batch_store(&maps.carried[1], carried + 2 * h * i, true, 2, h, i),
+        encode_batch_store(&maps.carried[2], carried + 4 * h * i, true, 2, i, h)}) {
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
+  const Launch launch(call, stream);
+  const DeviceLayout& layout = launch.layout;
+  const PlanShape& plan = call.shape.plan;
+  BackwardMaps maps;
+  const std::string error = encode_maps(call, launch, maps);
+  if (!error.empty()) return error;
+
+  BackwardArgs args{};
+  args.shape = plan;
+  args.plan = launch.buffers;
+  args.directory = call.directory;
+  args.board = launch.board;
+  args.source[0] = {launch.board->x, launch.at<char>(layout.common.x_pool),
+                    launch.progress(kArrivedX)};
+  args.source[1] = {launch.board->dy, launch.at<char>(layout.common.dy_pool),
+                    launch.progress(kArrivedDy)};
+  args.gate_pool = launch.at<const __nv_bfloat16>(layout.common.gate_pool);
+  args.up_pool = launch.at<const __nv_bfloat16>(layout.common.up_pool);
+  args.row_weight = launch.at<const float>(layout.row_weight);
+  args.row_target = launch.at<const uint64_t>(layout.row_target);
+  args.gate_up_done = launch.progress(kGateUpDone);
+  args.hidden_grad_done = launch.progress(kHiddenGradDone);
+  args.partial_dots = launch.at<float>(layout.partial_dots);
+  args.hidden = call.shape.hidden;
+  args.intermediate = call.shape.intermediate;
+  args.swiglu_limit = call.swiglu_limit;
+  args.dw_is_f32 = call.dw_is_f32;
+  args.carried = launch.at<const float>(layout.carried);
+  args.dw[0] = call.dw_gate;
+  args.dw[1] = call.dw_up;
+  args.dw[2] = call.dw_down;
+  const int parts = (call.shape.intermediate + Backward::kHiddenN - 1) / Backward::kHiddenN;
+
+  launch.meet(call.dy);
+  for (int round = 0; round < launch.rounds(); ++round) {
+    launch.plan(round, nullptr, nullptr);
+    args.round = round;
+    zero_padding_kernel<<<plan.local_experts, 256, 0, stream>>>(args);
+    backward_kernel<<<launch.sms, kThreads, sizeof(Backward::Shared), stream>>>(maps, args);
+    send_dots_kernel<<<launch.sms, 256, 0, stream>>>(args, layout.common.returned_weights, parts);
+    if (launch.rounds() > 1) write_carried_kernel<<<launch.sms, 256, 0, stream>>>(args);
+  }
+  launch.finish();
+  launch.combine(call.dx, call.dx_is_f32);
+  const int64_t slots = int64_t{plan.tokens} * plan.top_k;
+  collect_dots_kernel<<<launch.sms, 256, 0, stream>>>(
+      launch.at<const float>(layout.common.returned_weights), call.expert_ids, slots,
+      plan.ranks * plan.local_experts, call.d_expert_weights);
+  return status_text(cudaGetLastError());
+}
+
+std::string load_backward_kernels() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel : {reinterpret_cast<const void*>(zero_padding_kernel),
+                             reinterpret_cast<const void*>(send_dots_kernel),
+                             reinterpret_cast<const void*>(write_carried_kernel),
+                             reinterpret_cast<const void*>(collect_dots_kernel)}) {
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) return status_text(status);
+  }
+  return status_text(cudaFuncSetAttribute(backward_kernel,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(sizeof(Backward::Shared))));
+}
+
+}  // namespace megamoe

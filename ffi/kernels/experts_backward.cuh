@@ -1,0 +1,692 @@
+// The backward pass of one round as one persistent kernel, organised as the forward one
+// (experts.cuh): a loader thread, a puller warp, two storer warps, two multiplying warpgroups.
+//
+//   pull         x and dy rows -> pools
+//   recompute    x_pool @ w_gate, w_up                     -> gate_pool, up_pool
+//   hidden grad  dA = dy_pool @ w_down^T; with g and u from the pools:
+//                A' = w silu(g) u -> act_pool, dG -> gate_pool, dU -> up_pool,
+//                parts of the routing-weight gradient <dA, silu(g) u> of each row
+//   input grad   dG @ w_gate^T + dU @ w_up^T -> row segments pushed to the home rank
+//   weight grad  x^T dG, x^T dU, A'^T dy over an expert's rows; no communication, so it covers the
+//                return of the input gradients
+//
+// All tiles of one product are claimed before those of the next. Rows beyond an expert's last are
+// zero up to the next multiple of 64 in every pool, because the weight gradient contracts over
+// them.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "ffi/gemm/core.h"
+#include "ffi/gemm/epilogue.h"
+#include "ffi/gemm/tiles.h"
+#include "ffi/kernels/pull.cuh"
+#include "ffi/kernels/push.cuh"
+#include "ffi/kernels/sync.cuh"
+#include "ffi/plan/plan.h"
+
+namespace megamoe {
+
+// Named by operand and by the way it is read: rows (K-major) or columns (MN-major).
+struct BackwardMaps {
+  CUtensorMap x_rows, gate_columns, up_columns, gate_store, up_store;          // recompute
+  CUtensorMap dy_rows, down_rows, act_store;                                   // hidden grad
+  CUtensorMap dgate_rows, dup_rows, gate_rows, up_rows;                        // input grad
+  CUtensorMap x_columns, act_columns, dgate_columns, dup_columns, dy_columns;  // weight grad
+  CUtensorMap dw[3], carried[3];                                               // gate, up, down
+};
+
+struct BackwardArgs {
+  PlanShape shape;
+  PlanBuffers plan;
+  Directory directory;
+  Board* board;
+  PullSource source[2];  // x, dy
+  const __nv_bfloat16* gate_pool;
+  const __nv_bfloat16* up_pool;
+  const float* row_weight;
+  const uint64_t* row_target;
+  int32_t* gate_up_done;
+  int32_t* hidden_grad_done;
+  float* partial_dots;
+  const float* carried;  // [3][2][H, I] f32, down: [I, H]
+  void* dw[3];
+  int32_t hidden, intermediate;
+  int32_t round;
+  float swiglu_limit;
+  bool dw_is_f32;
+};
+
+// Whether the rows of expert e span rounds.
+__device__ inline bool spans_rounds(const BackwardArgs& args, int e) {
+  const int rows = args.plan.expert_rows[e], start = args.plan.expert_start[e];
+  const int capacity = args.shape.capacity_rows;
+  return rows > 0 && start / capacity != (start + rows - 1) / capacity;
+}
+
+// Where the weight gradients of expert e are carried from round to round, in fp32: -1 if its rows
+// span none. Two slots in turn, because in one round one such expert may end and the next begin.
+// They are summed round by round, so the last bits of these experts' weight gradients depend on the
+// capacity.
+__device__ inline int carried_slot(const BackwardArgs& args, int e) {
+  if (!spans_rounds(args, e)) return -1;
+  int before = 0;
+  for (int other = 0; other < e; ++other) before += spans_rounds(args, other);
+  return before % 2;
+}
+
+template <int kColumns>
+__device__ __forceinline__ int column_tiles(int columns) {
+  return (columns + kColumns - 1) / kColumns;
+}
+
+// The consumer's number, read where it is needed: it must not take a register of the main loops.
+__device__ __forceinline__ uint32_t warpgroup_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread / kWarpgroup - 1;
+}
+
+struct Backward {
+  static constexpr Sharing kPingPong = Sharing::kPingPong;
+  static constexpr Sharing kCooperative = Sharing::kCooperative;
+  static constexpr int kRecomputeN = Tile<kCooperative>::kN / 2;  // of gate and of up
+  static constexpr int kHiddenN = Tile<kCooperative>::kN;
+  static constexpr int kN = Tile<kPingPong>::kN;
+  static constexpr int kStages = 4;
+  static constexpr int kTileSlots = 4;
+
+  enum class Kind : int32_t { kRecompute, kHiddenGrad, kInputGrad, kWeightGrad, kEnd, kNothing };
+
+  struct Work {
+    Kind kind;
+    int32_t group, m, n;
+    int32_t row, rows;  // of the pools
+    int32_t k_blocks;
+    // Weight grad: 0 gate, 1 up, 2 down; where the gradient of an expert whose rows span rounds is
+    // carried, or -1; whether an earlier round has begun it.
+    int32_t matrix, carried;
+    bool continues;
+  };
+
+  struct Shared {
+    megamoe::Stages<kStages> stages;
+    StoreQueue store[kConsumerWarpgroups];
+    PullBuffers pull;
+    TileRing<Work, kTileSlots> tiles;
+    // In rows and tiles from the first of the round.
+    int32_t tile_start[kMaxLocalExperts + 1];
+    int32_t row_start[kMaxLocalExperts];
+    int32_t rows[kMaxLocalExperts];
+    int32_t carried[kMaxLocalExperts];
+    uint32_t boxes[kConsumerWarpgroups];  // boxes filled so far, while no register is free for it
+  };
+
+  const BackwardMaps& maps;
+  const BackwardArgs& args;
+  Shared& shared;
+
+  __device__ int first_row() const { return args.round * args.shape.capacity_rows; }
+  __device__ int recompute_columns() const { return column_tiles<kRecomputeN>(args.intermediate); }
+  __device__ int hidden_columns() const { return column_tiles<kHiddenN>(args.intermediate); }
+  __device__ int input_columns() const { return column_tiles<kN>(args.hidden); }
+
+  __device__ void read_window() {
+    const int experts = args.shape.local_experts;
+    const int capacity = args.shape.capacity_rows;
+    for (int e = threadIdx.x; e <= experts; e += kThreads) {
+      const int start = args.plan.expert_start[e] - first_row();
+      shared.tile_start[e] = min(max(start, 0), capacity) / kTileM;
+      if (e == experts) continue;
+      shared.row_start[e] = start;
+      shared.rows[e] = args.plan.expert_rows[e];
+      shared.carried[e] = carried_slot(args, e);
+    }
+  }
+
+  // ---- loader thread --------------------------------------------------------------------------
+
+  __device__ Work row_work(Kind kind, int columns, int index, int k_blocks) const {
+    const TilePlace place = place_tile(shared.tile_start, args.shape.local_experts, columns, index);
+    const int row = place.m * kTileM;
+    const int end = shared.row_start[place.group] + shared.rows[place.group];
+    return {kind,     place.group, place.m, place.n, row, min(kTileM, end - row),
+            k_blocks, 0,           -1,      false};
+  }
+
+  __device__ Work weight_work(int index) const {
+    const int gate_m = column_tiles<kTileM>(args.hidden);
+    const int gate_tiles = gate_m * column_tiles<kN>(args.intermediate);
+    const int down_m = column_tiles<kTileM>(args.intermediate);
+    const int per_expert = 2 * gate_tiles + down_m * input_columns();
+    const int e = index / per_expert;
+    Work work{Kind::kEnd, e, 0, 0, 0, 0, 0, 0, -1, false};
+    if (e >= args.shape.local_experts) return work;
+    int left = index - e * per_expert;
+    work.matrix = min(left / gate_tiles, 2);
+    left -= work.matrix * gate_tiles;
+    const int m_tiles = work.matrix == 2 ? down_m : gate_m;
+    work.m = left % m_tiles;
+    work.n = left / m_tiles;
+    const int capacity = args.shape.capacity_rows;
+    const int start = shared.row_start[e], end = start + shared.rows[e];
+    work.row = max(start, 0);
+    work.rows = max(min(end, capacity) - work.row, 0);
+    work.k_blocks = (work.rows + kBlockK - 1) / kBlockK;
+    work.carried = shared.carried[e];
+    work.continues = start < 0;
+    // An expert without rows gets its zeros in the first round.
+    const bool here = work.rows > 0 || (shared.rows[e] == 0 && args.round == 0);
+    work.kind = here ? Kind::kWeightGrad : Kind::kNothing;
+    return work;
+  }
+
+  __device__ Work place_work(int index) const {
+    const int tiles = shared.tile_start[args.shape.local_experts];
+    const int hidden_blocks = args.hidden / kBlockK;
+    const int intermediate_blocks = args.intermediate / kBlockK;
+    int count = tiles * recompute_columns();
+    if (index < count) {
+      return row_work(Kind::kRecompute, recompute_columns(), index, hidden_blocks);
+    }
+    index -= count;
+    count = tiles * hidden_columns();
+    if (index < count) return row_work(Kind::kHiddenGrad, hidden_columns(), index, hidden_blocks);
+    index -= count;
+    count = tiles * input_columns();
+    if (index < count) {
+      return row_work(Kind::kInputGrad, input_columns(), index, 2 * intermediate_blocks);
+    }
+    return weight_work(index - count);
+  }
+
+  __device__ Work claim_work() const {
+    Work work;
+    do {
+      work = place_work(atomicAdd(&args.board->tile_claim, 1));
+    } while (work.kind == Kind::kNothing);
+    return work;
+  }
+
+  __device__ void wait_for(const int32_t* counters, int tile, int wanted, Phase phase) const {
+    wait_for_count(&counters[tile], wanted, args.directory, args.board->rank, phase, tile);
+  }
+
+  __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
+    switch (work.kind) {
+      case Kind::kRecompute:
+        wait_for(args.source[0].arrived, work.m, work.rows * pieces.count, Phase::kGateUp);
+        break;
+      case Kind::kHiddenGrad:
+        wait_for(args.source[1].arrived, work.m, work.rows * pieces.count, Phase::kHiddenGrad);
+        wait_for(args.gate_up_done, work.m, recompute_columns() * kConsumerWarpgroups,
+                 Phase::kHiddenGrad);
+        break;
+      case Kind::kInputGrad:
+        wait_for(args.hidden_grad_done, work.m, hidden_columns() * kConsumerWarpgroups,
+                 Phase::kInputGrad);
+        break;
+      default:
+        for (int tile = work.row / kTileM; tile * kTileM < work.row + work.rows; ++tile) {
+          wait_for(args.hidden_grad_done, tile, hidden_columns() * kConsumerWarpgroups,
+                   Phase::kWeightGrad);
+        }
+    }
+    fence_bulk_copies();
+  }
+
+  __device__ void load_stage(const Work& work, int kb, int stage) {
+    uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
+    uint8_t* a = shared.stages.a[stage];
+    uint8_t* b = shared.stages.b[stage];
+    using Load3 = cute::SM90_TMA_LOAD_3D;
+    using Load4 = cute::SM90_TMA_LOAD_4D;
+    const int k = kb * kBlockK;
+    const bool cooperative = work.kind == Kind::kRecompute || work.kind == Kind::kHiddenGrad;
+    const int bytes_b = cooperative ? kStageBytesB : kN * kBlockK * 2;
+    shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + bytes_b);
+    switch (work.kind) {
+      case Kind::kRecompute: {
+        const int block = work.n * (kRecomputeN / 64);
+        Load3::copy(&maps.x_rows, bar, 0, a, k, work.row, 0);
+        Load4::copy(&maps.gate_columns, bar, 0, b, 0, k, block, work.group);
+        Load4::copy(&maps.up_columns, bar, 0, b + kStageBytesB / 2, 0, k, block, work.group);
+        break;
+      }
+      case Kind::kHiddenGrad:
+        Load3::copy(&maps.dy_rows, bar, 0, a, k, work.row, 0);
+        Load3::copy(&maps.down_rows, bar, 0, b, k, work.n * kHiddenN, work.group);
+        break;
+      case Kind::kInputGrad: {
+        const bool up = k >= args.intermediate;
+        const int column = up ? k - args.intermediate : k;
+        Load3::copy(up ? &maps.dup_rows : &maps.dgate_rows, bar, 0, a, column, work.row, 0);
+        Load3::copy(up ? &maps.up_rows : &maps.gate_rows, bar, 0, b, column, work.n * kN,
+                    work.group);
+        break;
+      }
+      default: {
+        const CUtensorMap* left = work.matrix == 2 ? &maps.act_columns : &maps.x_columns;
+        const CUtensorMap* right = work.matrix == 0   ? &maps.dgate_columns
+                                   : work.matrix == 1 ? &maps.dup_columns
+                                                      : &maps.dy_columns;
+        Load4::copy(left, bar, 0, a, 0, work.row + k, work.m * (kTileM / 64), 0);
+        Load4::copy(right, bar, 0, b, 0, work.row + k, work.n * (kN / 64), 0);
+      }
+    }
+  }
+
+  // The next tile is found while the ring is full, as in the forward pass, and goes into the ring
+  // of tiles at once; this thread reads it there, too.
+  __device__ void load() {
+    const Pieces pieces(args.hidden);
+    RingState<kStages> ring;
+    RingState<kTileSlots> pushed, loading;
+    shared.tiles.push(pushed, claim_work());
+    for (;; loading.advance()) {
+      const Work& work = shared.tiles.work[loading.index()];
+      if (work.kind == Kind::kEnd) return;
+      wait_for_operands(work, pieces);
+      const int look_ahead = min(kStages, work.k_blocks - 1);
+      for (int kb = 0; kb < work.k_blocks; ++kb) {
+        if (kb == look_ahead) shared.tiles.push(pushed, claim_work());
+        shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
+        load_stage(work, kb, ring.index());
+        ring.advance();
+      }
+      if (work.k_blocks == 0) shared.tiles.push(pushed, claim_work());
+    }
+  }
+
+  // ---- storer warps ---------------------------------------------------------------------------
+
+  __device__ void store(uint32_t warpgroup) {
+    using Store = cute::SM90_TMA_STORE_2D;
+    RingState<kTileSlots> tile_ring;
+    uint32_t boxes = 0;
+    StoreQueue& queue = shared.store[warpgroup];
+    for (;; shared.tiles.next(tile_ring)) {
+      const Work& work = shared.tiles.peek(tile_ring);
+      if (work.kind == Kind::kEnd) return;
+      if (threadIdx.x % 32 != 0) continue;
+      const bool cooperative = work.kind == Kind::kRecompute || work.kind == Kind::kHiddenGrad;
+      if (cooperative) {
+        const bool recompute = work.kind == Kind::kRecompute;
+        const int row = work.row + warpgroup * kBoxRows;
+        if (work.rows > static_cast<int>(warpgroup) * kBoxRows) {
+          drain_boxes(queue, boxes, recompute ? kRecomputeBoxes : kHiddenBoxes,
+                      [&](int i, const void* box) {
+                        if (recompute) {
+                          Store::copy(i % 2 ? &maps.up_store : &maps.gate_store, box,
+                                      work.n * kRecomputeN + i / 2 * 32, row);
+                        } else {
+                          Store::copy(i % 3 == 0   ? &maps.gate_store
+                                      : i % 3 == 1 ? &maps.up_store
+                                                   : &maps.act_store,
+                                      box, work.n * kHiddenN + i / 3 * 32, row);
+                        }
+                      });
+        }
+        fence_bulk_copies();
+        add_release_device(recompute ? &args.gate_up_done[work.m] : &args.hidden_grad_done[work.m],
+                           1);
+        continue;
+      }
+      if (tile_ring.count % 2 != warpgroup || work.kind == Kind::kInputGrad) continue;
+      // Straight into the result, or in fp32 to or onto what earlier rounds have carried.
+      const bool f32 = args.dw_is_f32 || work.carried >= 0;
+      const int columns = f32 ? 16 : 32;
+      const int per_block = kN / columns;
+      drain_boxes(queue, boxes, 2 * per_block, [&](int i, const void* box) {
+        const int column = work.n * kN + i % per_block * columns;
+        const int row = work.m * kTileM + i / per_block * kBoxRows;
+        if (work.carried < 0) {
+          cute::SM90_TMA_STORE_3D::copy(&maps.dw[work.matrix], box, column, row, work.group);
+        } else if (!work.continues) {
+          cute::SM90_TMA_STORE_3D::copy(&maps.carried[work.matrix], box, column, row, work.carried);
+        } else {
+          cute::SM90_TMA_REDUCE_ADD_3D::copy(&maps.carried[work.matrix], box, column, row,
+                                             work.carried);
+        }
+      });
+    }
+  }
+
+  // Boxes of 32 columns that a warpgroup's 64 rows of a tile leave in: gate, up; dG, dU, A'.
+  static constexpr int kRecomputeBoxes = 2 * kRecomputeN / 32;
+  static constexpr int kHiddenBoxes = 3 * kHiddenN / 32;
+
+  // ---- consumer warpgroups --------------------------------------------------------------------
+
+  __device__ __forceinline__ void recompute_tile(const Work& work, uint32_t warpgroup,
+                                                 RingState<kStages>& ring, uint32_t& boxes,
+                                                 float* acc) {
+    if (work.rows <= static_cast<int>(warpgroup) * 64) {
+      return skip(shared.stages, ring, work.k_blocks);
+    }
+    multiply<kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup, work.k_blocks,
+                                                false, acc);
+    StoreQueue& queue = shared.store[warpgroup];
+#pragma unroll
+    for (int c = 0; c < kRecomputeBoxes; ++c) {
+      uint8_t* box = acquire_box(queue, boxes);
+      fill_box(box, acc + c % 2 * (kRecomputeN / 2) + c / 2 * 16);
+      commit_box(queue, boxes);
+    }
+  }
+
+  // Two values that another CTA has stored in this kernel. Volatile: loads of later columns must
+  // not be moved ahead, there are no registers for them.
+  static __device__ __forceinline__ uint32_t load_pair(const __nv_bfloat16* from) {
+    uint32_t pair;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(pair) : "l"(from));
+    return pair;
+  }
+
+  // Backward of a = silu(g) u, with dS = w dA, for two neighbouring columns. Returns <dA, a>.
+  // With a limit l: g is min(g, l) and u is clamped to [-l, l]; no gradient passes a clamped value.
+  __device__ __forceinline__ float swiglu_backward(uint32_t& gate, uint32_t& up, float d0, float d1,
+                                                   float weight, uint32_t& act) const {
+    float g[2] = {__uint_as_float(gate << 16), __uint_as_float(gate & 0xffff0000u)};
+    float u[2] = {__uint_as_float(up << 16), __uint_as_float(up & 0xffff0000u)};
+    const float d[2] = {d0, d1};
+    float s[2], a[2], dg[2], du[2], dot = 0.0f;
+    float pass_g[2] = {1.0f, 1.0f}, pass_u[2] = {1.0f, 1.0f};
+    const float limit = args.swiglu_limit;
+    if (limit < INFINITY) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        // Comparisons that a NaN fails, so that it passes through.
+        if (g[j] > limit) g[j] = limit, pass_g[j] = 0.0f;
+        if (u[j] > limit) u[j] = limit, pass_u[j] = 0.0f;
+        if (u[j] < -limit) u[j] = -limit, pass_u[j] = 0.0f;
+      }
+    }
+    sigmoid2(g[0], g[1], s[0], s[1]);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float silu = g[j] * s[j];
+      const float ds = weight * d[j];
+      a[j] = silu * u[j];
+      dot += d[j] * a[j];
+      dg[j] = pass_g[j] * (ds * u[j] * (s[j] + silu * (1.0f - s[j])));
+      du[j] = pass_u[j] * (ds * silu);
+    }
+    act = pack_bf16(weight * a[0], weight * a[1]);
+    gate = pack_bf16(dg[0], dg[1]);
+    up = pack_bf16(du[0], du[1]);
+    return dot;
+  }
+
+  __device__ __forceinline__ void hidden_grad_tile(const Work& work, uint32_t warpgroup,
+                                                   RingState<kStages>& ring, uint32_t& boxes,
+                                                   float* acc) {
+    const int first_in_tile = static_cast<int>(warpgroup) * 64;
+    if (work.rows <= first_in_tile) return skip(shared.stages, ring, work.k_blocks);
+    multiply<kCooperative, Major::K, Major::K>(shared.stages, ring, warpgroup, work.k_blocks, false,
+                                               acc);
+    StoreQueue& queue = shared.store[warpgroup];
+    const int lane = lane_here();
+    const int first = first_in_tile + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+    float weight[2], dot[2] = {0.0f, 0.0f};
+    bool valid[2];
+    int64_t at[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first + 8 * h;
+      valid[h] = row < work.rows;
+      at[h] = int64_t{work.row + row} * args.intermediate + work.n * kHiddenN + lane % 4 * 2;
+      weight[h] = valid[h] ? args.row_weight[first_row() + work.row + row] : 0.0f;
+    }
+#pragma unroll
+    for (int c = 0; c < kHiddenN / 32; ++c) {
+      // Columns beyond the last are not stored; rows of padding are stored as zeros.
+      const bool inside = work.n * kHiddenN + 32 * c < args.intermediate;
+      uint32_t gate[8], up[8], act[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const bool read = inside && valid[i % 2];
+        const int64_t offset = at[i % 2] + 32 * c + i / 2 * 8;
+        gate[i] = read ? load_pair(args.gate_pool + offset) : 0;
+        up[i] = read ? load_pair(args.up_pool + offset) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float* d = acc + 16 * c + 2 * i;
+        const float part = swiglu_backward(gate[i], up[i], d[0], d[1], weight[i % 2], act[i]);
+        if (inside && valid[i % 2]) {
+          dot[i % 2] += part;
+        } else {
+          gate[i] = up[i] = act[i] = 0;
+        }
+      }
+      const auto send = [&](const uint32_t (&pairs)[8]) {
+        uint8_t* box = acquire_box(queue, boxes);
+        fill_box(box, pairs);
+        commit_box(queue, boxes);
+      };
+      send(gate);
+      send(up);
+      send(act);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+      dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+      if (valid[h] && lane % 4 == 0) {
+        args.partial_dots[int64_t{work.row + first + 8 * h} * hidden_columns() + work.n] = dot[h];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void input_grad_tile(RingState<kTileSlots>& tile_ring,
+                                                  RingState<kStages>& ring, float* acc) {
+    const int k_blocks = 2 * args.intermediate / kBlockK;
+    if (tile_here(tile_ring).rows > 64) {
+      multiply<kPingPong, Major::K, Major::K>(shared.stages, ring, warpgroup_here(), k_blocks,
+                                              false, acc);
+    } else {
+      multiply<kPingPong, Major::K, Major::K, 1>(shared.stages, ring, warpgroup_here(), k_blocks,
+                                                 false, acc);
+    }
+    const Work& work = tile_here(tile_ring);
+    const int warp = threadIdx.x % kWarpgroup / 32;
+    uint8_t* buffer = shared.store[warpgroup_here()].box[0] + warp * 2048;
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const int row = m * 64 + warp * 16 + lane_here() % 16;
+      const uint64_t target = row < work.rows ? args.row_target[first_row() + work.row + row] : 0;
+      if (m * 64 < work.rows) {
+        push_rows<kN>(acc + m * (kN / 2), buffer, target, work.n * kN, args.hidden);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
+                                                   RingState<kStages>& ring, uint32_t& boxes,
+                                                   float* acc) {
+    multiply<kPingPong, Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(),
+                                              tile_here(tile_ring).k_blocks, false, acc);
+    const Work& work = tile_here(tile_ring);
+    if (work.k_blocks == 0) {
+#pragma unroll
+      for (int i = 0; i < kAccumulators<kPingPong>; ++i) acc[i] = 0.0f;
+    }
+    StoreQueue& queue = shared.store[warpgroup_here()];
+    if (args.dw_is_f32 || work.carried >= 0) {
+#pragma unroll
+      for (int c = 0; c < kAccumulators<kPingPong> / 8; ++c) {
+        uint8_t* box = acquire_box(queue, boxes);
+        fill_box_f32(box, acc + 8 * c);
+        commit_box(queue, boxes);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < kAccumulators<kPingPong> / 16; ++c) {
+        uint8_t* box = acquire_box(queue, boxes);
+        fill_box(box, acc + 16 * c);
+        commit_box(queue, boxes);
+      }
+    }
+  }
+
+  // The tile at hand, read again: its place in the ring must not take a register of the main loops.
+  __device__ __forceinline__ const Work& tile_here(RingState<kTileSlots>& tile_ring) const {
+    asm volatile("" : "+r"(tile_ring.count));
+    return shared.tiles.work[tile_ring.index()];
+  }
+
+  // The tiles of a kind, which the warpgroups take in turn.
+  template <class Run>
+  __device__ __forceinline__ void take_turns(Kind kind, RingState<kTileSlots>& tile_ring,
+                                             RingState<kStages>& ring, const Run& run) {
+    for (;; shared.tiles.next(tile_ring)) {
+      const Work& work = shared.tiles.peek(tile_ring);
+      if (work.kind != kind) return;
+      if (tile_ring.count % 2 == warpgroup_here()) {
+        run();
+      } else {
+        ring.advance(work.k_blocks);
+      }
+    }
+  }
+
+  // A loop for each product: each has its own accumulators, which the compiler then never moves.
+  __device__ void consume(uint32_t warpgroup) {
+    RingState<kStages> ring;
+    RingState<kTileSlots> tile_ring;
+    uint32_t boxes = 0;
+    {
+      float acc[kAccumulators<kCooperative>] = {};
+      for (;; shared.tiles.next(tile_ring)) {
+        const Work& work = shared.tiles.peek(tile_ring);
+        if (work.kind != Kind::kRecompute) break;
+        recompute_tile(work, warpgroup, ring, boxes, acc);
+      }
+    }
+    {
+      float acc[kAccumulators<kCooperative>] = {};
+      for (;; shared.tiles.next(tile_ring)) {
+        const Work& work = shared.tiles.peek(tile_ring);
+        if (work.kind != Kind::kHiddenGrad) break;
+        hidden_grad_tile(work, warpgroup, ring, boxes, acc);
+      }
+    }
+    Turns::start(warpgroup, tile_ring.count % 2);
+    // The input gradients use the boxes as buffers of the warps: the last stores have read them.
+    acquire_box(shared.store[warpgroup], boxes);
+    acquire_box(shared.store[warpgroup], boxes + 1);
+    shared.boxes[warpgroup] = boxes;
+    {
+      float acc[kAccumulators<kPingPong>] = {};
+      take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring, acc); });
+    }
+    // Now they are the warpgroup's again: every warp has read its buffer.
+    cutlass::arch::NamedBarrier::sync(kWarpgroup, 2 + warpgroup_here());
+    boxes = shared.boxes[warpgroup_here()];
+    float acc[kAccumulators<kPingPong>] = {};
+    take_turns(Kind::kWeightGrad, tile_ring, ring,
+               [&] { weight_grad_tile(tile_ring, ring, boxes, acc); });
+    __threadfence_system();
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Backward::Shared& shared = *reinterpret_cast<Backward::Shared*>(raw);
+  Backward backward{maps, args, shared};
+  // The first round also writes the gradients of experts without rows.
+  if (args.round > 0 && args.round >= NumRounds(args.shape, args.plan)) return;
+  if (threadIdx.x == 0) {
+    shared.stages.init();
+    for (auto& queue : shared.store) queue.init();
+    shared.pull.init();
+    shared.tiles.init(kConsumerWarpgroups * 4 + kConsumerWarpgroups);
+    cutlass::arch::fence_barrier_init();
+  }
+  backward.read_window();
+  __syncthreads();
+
+  const int warp = threadIdx.x / 32;
+  if (warp < 4) {
+    cutlass::arch::warpgroup_reg_dealloc<56>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) backward.load();
+    } else if (warp == 1) {
+      Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
+    } else {
+      backward.store(warp - 2);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<224>();
+    backward.consume(warp / 4 - 1);
+  }
+}
+
+// Zeros behind each expert's rows of the round, up to the next multiple of the contraction's block.
+__global__ void zero_padding_kernel(BackwardArgs args) {
+  const int first = args.round * args.shape.capacity_rows;
+  const int words = args.hidden / 8;  // of 16 bytes
+  for (int e = blockIdx.x; e < args.shape.local_experts; e += gridDim.x) {
+    const int end = args.plan.expert_start[e] + args.plan.expert_rows[e] - first;
+    if (args.plan.expert_rows[e] == 0 || end <= 0 || end >= args.shape.capacity_rows) continue;
+    const int rows = static_cast<int>(AlignUp(end, kBlockK)) - end;
+    for (const PullSource& source : args.source) {
+      uint4* pool = reinterpret_cast<uint4*>(source.pool) + int64_t{end} * words;
+      for (int i = threadIdx.x; i < rows * words; i += blockDim.x) pool[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// Writes the carried weight gradients of the expert whose rows end in this round.
+__global__ void write_carried_kernel(BackwardArgs args) {
+  const int64_t size = int64_t{args.hidden} * args.intermediate;
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int e = 0; e < args.shape.local_experts; ++e) {
+    const int last = args.plan.expert_start[e] + args.plan.expert_rows[e] - 1;
+    if (last / args.shape.capacity_rows != args.round) continue;
+    const int slot = carried_slot(args, e);
+    if (slot < 0) continue;
+    for (int matrix = 0; matrix < 3; ++matrix) {
+      const float* from = args.carried + (2 * matrix + slot) * size;
+      for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += step) {
+        if (args.dw_is_f32) {
+          static_cast<float*>(args.dw[matrix])[e * size + i] = from[i];
+        } else {
+          static_cast<__nv_bfloat16*>(args.dw[matrix])[e * size + i] = __float2bfloat16(from[i]);
+        }
+      }
+    }
+  }
+}
+
+// Sums the parts of each row's routing-weight gradient, in the order of the columns, and sends it
+// home.
+__global__ void send_dots_kernel(BackwardArgs args, int64_t returned_weights, int parts) {
+  const int first = args.round * args.shape.capacity_rows;
+  const int end =
+      min(args.plan.expert_start[args.shape.local_experts] - first, args.shape.capacity_rows);
+  for (int row = blockIdx.x * blockDim.x + threadIdx.x; row < end; row += gridDim.x * blockDim.x) {
+    const PoolRow from = args.plan.rows[first + row];
+    if (from.token < 0) continue;
+    float sum = 0.0f;
+    for (int p = 0; p < parts; ++p) sum += args.partial_dots[int64_t{row} * parts + p];
+    const int rank = from.token / args.shape.tokens;
+    const int64_t slot =
+        int64_t{from.token - rank * args.shape.tokens} * args.shape.top_k + from.slot;
+    reinterpret_cast<float*>(args.board->block[rank] + returned_weights)[slot] = sum;
+  }
+}
+
+// Gradients of the routing weights at home; zero where a slot is not routed.
+__global__ void collect_dots_kernel(const float* returned, const int32_t* ids, int64_t slots,
+                                    int num_experts, float* out) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < slots; i += step) {
+    out[i] = ids[i] >= 0 && ids[i] < num_experts ? returned[i] : 0.0f;
+  }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,90 @@
+#include <algorithm>
+
+#include "ffi/kernels/combine.cuh"
+#include "ffi/kernels/meet.cuh"
+#include "ffi/kernels/plan_kernels.cuh"
+#include "ffi/kernels/stages.h"
+
+namespace megamoe {
+namespace {
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+}  // namespace
+
+std::string status_text(cudaError_t status) {
+  return status == cudaSuccess ? "" : cudaGetErrorString(status);
+}
+
+Launch::Launch(const ExpertCall& call, cudaStream_t stream)
+    : call(call),
+      shape(call.shape),
+      layout(DeviceLayout::For(call.shape)),
+      block(call.directory.block[call.directory.self]),
+      board(at<Board>(layout.common.flags)),
+      buffers(layout.common.plan.At(block + layout.common.plan_base)),
+      sms(std::max(1, multiprocessors() - call.reserved_sms)),
+      stream(stream) {}
+
+void Launch::meet(const void* dy) const {
+  meet_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, shape.plan.ranks,
+                                    call.place, call.x, dy, call.expert_ids, call.expert_weights);
+}
+
+void Launch::plan(int round, int32_t* expert_load, int32_t* counters) const {
+  PlanArgs args{shape.plan, buffers, call.directory, board, layout, block, shape.hidden * 2};
+  const int ctas = std::max(1, std::min(sms, (shape.plan.chunks() + kPlanWarps - 1) / kPlanWarps));
+  void* parameters[] = {&args, &round, &expert_load, &counters};
+  cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan_kernel), ctas, kPlanWarps * 32,
+                              parameters, kPlanWarps * shape.plan.scratch_words() * 4, stream);
+}
+
+void Launch::finish() const {
+  finish_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, shape.plan.ranks);
+}
+
+void Launch::combine(void* out, bool is_f32) const {
+  const PlanShape& plan = shape.plan;
+  const char* returned = at<const char>(layout.common.returned);
+  const int experts = plan.ranks * plan.local_experts;
+  const int ctas = std::max(1, std::min(8 * sms, (plan.tokens + 7) / 8));
+  if (is_f32) {
+    combine_kernel<<<ctas, 256, 0, stream>>>(returned, call.expert_ids, plan.tokens, plan.top_k,
+                                             experts, shape.hidden, static_cast<float*>(out));
+  } else {
+    combine_kernel<<<ctas, 256, 0, stream>>>(returned, call.expert_ids, plan.tokens, plan.top_k,
+                                             experts, shape.hidden,
+                                             static_cast<__nv_bfloat16*>(out));
+  }
+}
+
+int Launch::rounds() const {
+  const int64_t capacity = shape.plan.capacity_rows;
+  return static_cast<int>(
+      std::max<int64_t>(1, AlignUp(shape.plan.max_pool_rows(), capacity) / capacity));
+}
+
+int32_t* Launch::progress(Progress which) const {
+  return at<int32_t>(layout.counters) + int64_t{which} * (shape.plan.capacity_rows / kTileM);
+}
+
+std::string load_kernels() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(finish_kernel),
+        reinterpret_cast<const void*>(plan_kernel),
+        reinterpret_cast<const void*>(combine_kernel<float>),
+        reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)}) {
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) return status_text(status);
+  }
+  const std::string error = load_forward_kernel();
+  return error.empty() ? load_backward_kernels() : error;
+}
+
+}  // namespace megamoe
