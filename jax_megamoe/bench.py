@@ -27,11 +27,15 @@ _IMPLEMENTATIONS = ("ffi", "xla")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reads earlier results; prints the table, and writes and draws the records."""
     options = _parse(arguments)
+    appended = [options.out] if options.out and options.out.exists() else []
+    try:
+        records = report.read(options.read or appended)
+    except ValueError as error:
+        sys.exit(f"python -m jax_megamoe.bench: {error}")
     if options.read:
-        records = report.newest(report.read(options.read))
+        records = report.newest(records)
         print(report.table(records))
     else:
-        records = report.read([options.out]) if options.out and options.out.exists() else []
         earlier = len(records)
         started = time.perf_counter()
         for record in _measure(options, report.environment(options.commit)):

@@ -29,7 +29,7 @@ _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 # rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
 # between rounds, ids and weights, and the routing plan.
 WORKSPACE_FORMULA = (
-    "(2*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 12*H*I + 12*T*K"
+    "(2*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 48*H*I/row_bytes + 12*T*K"
     " + 16*R*T*K + R*T*(E/R + 33)/8 + 1020*E/R"
 )
 _TERMS = (
@@ -229,6 +229,17 @@ def _parse(arguments):
             f"experts is {options.experts} and ranks is {options.ranks}; "
             "the expert count must be a multiple of the ranks"
         )
+    if options.top_k > options.experts:
+        parser.error(
+            f"top_k is {options.top_k}; it must be at most the number of experts, {options.experts}"
+        )
+    rows = options.ranks * options.tokens * options.top_k
+    if rows >= 2**31:
+        parser.error(f"ranks * tokens * top_k is {rows}; it must not exceed {2**31 - 1}")
+    try:
+        MoEConfig(capacity_factor=options.capacity_factor)
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 

@@ -142,6 +142,16 @@ def test_a_program_that_fails_is_reported_and_the_others_are_timed():
     assert list(seconds) == ["good"] and 0 < seconds["good"] < 1
 
 
+def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for arguments in (["--read", str(broken)], ["--tiny", "--out", str(broken)]):
+        with pytest.raises(SystemExit, match="broken.json cannot be read: Expecting property"):
+            bench.main(arguments)
+    with pytest.raises(SystemExit, match="missing.json cannot be read: .* No such file"):
+        bench.main(["--read", str(tmp_path / "missing.json")])
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -166,6 +166,9 @@ def test_workspace_grows_with_the_capacity_factor_alone(compiled, kernels, row_b
     [
         (["--experts=6", "--ranks=4"], "experts is 6 and ranks is 4"),
         (["--tokens=0"], "tokens is 0"),
+        (["--top-k=129"], "top_k is 129; it must be at most the number of experts, 128"),
+        (["--capacity-factor=-1"], "capacity_factor is -1.0; it must be a finite number above 0"),
+        (["--tokens=999999999"], "ranks * tokens * top_k is 63999999936; it must not exceed"),
     ],
 )
 def test_refuses_a_shape_that_cannot_be(capsys, arguments, complaint):

@@ -52,11 +52,14 @@ def read(paths: Sequence[pathlib.Path]) -> list[Record]:
     """Returns the records of all files, in their order.
 
     Raises:
-      ValueError: a file does not hold a list.
+      ValueError: a file cannot be read or does not hold a list.
     """
     records = []
     for path in paths:
-        found = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         if not isinstance(found, list):
             raise ValueError(f"{path} holds no list of records")
         records += found
