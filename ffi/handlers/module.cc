@@ -107,6 +107,7 @@ WorkspaceShape MakeCudaShape(int32_t ranks, int32_t tokens, int32_t top_k, int32
   WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
                                    capacity_rows, kBf16Bytes);
   shape.pool_bytes = shape.return_bytes = kBf16Bytes;
+  shape.carried_copies = 2;
   CheckShape(shape.plan);
   return shape;
 }

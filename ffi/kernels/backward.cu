@@ -19,7 +19,7 @@ std::string encode_maps(const BackwardCall& call, const Launch& launch, Backward
   char* gate = launch.at<char>(at.gate_pool);
   char* up = launch.at<char>(at.up_pool);
   char* act = launch.at<char>(at.act_pool);
-  float* carried = launch.at<float>(launch.layout.carried);
+  float* carried = launch.at<float>(at.carried);
   constexpr int kN = Backward::kN;
   for (const std::string& error :
        {encode_k_major(&maps.x_rows, x, 1, capacity, h, kTileM),
@@ -80,7 +80,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.intermediate = call.shape.intermediate;
   args.swiglu_limit = call.swiglu_limit;
   args.dw_is_f32 = call.dw_is_f32;
-  args.carried = launch.at<const float>(layout.carried);
+  args.carried = launch.at<const float>(layout.common.carried);
   args.dw[0] = call.dw_gate;
   args.dw[1] = call.dw_up;
   args.dw[2] = call.dw_down;

@@ -76,7 +76,6 @@ struct DeviceLayout {
   // Backward pass only.
   int64_t
       partial_dots;  // [capacity rows, column tiles of dA] f32 parts of the routing-weight gradient
-  int64_t carried;   // [3, 2, H, I] f32 weight gradients of experts whose rows span rounds
   int64_t bytes;
 
   static DeviceLayout For(const WorkspaceShape& shape) {
@@ -94,7 +93,6 @@ struct DeviceLayout {
     at.row_target = take(rows * 8);
     at.counters = take(kProgressCounters * tiles * 4);
     at.partial_dots = take(tiles * kTileM * (shape.intermediate + 255) / 256 * 4);
-    at.carried = take(6 * int64_t{shape.hidden} * shape.intermediate * 4);
     at.bytes = end;
     return at;
   }

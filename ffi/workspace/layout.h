@@ -18,6 +18,7 @@ struct WorkspaceShape {
   int32_t staged_bytes = 4;
   int32_t pool_bytes = 4;
   int32_t return_bytes = 4;
+  int32_t carried_copies = 1;  // the GPU kernels alternate between two
 };
 
 // The one owner of every offset. Sizes: R ranks, T tokens, K slots, E local experts, H hidden,
@@ -41,7 +42,8 @@ struct WorkspaceLayout {
   int64_t gate_pool;  // [C, I] gate projection; its gradient later
   int64_t up_pool;    // [C, I] up projection; its gradient later
   int64_t act_pool;   // [C, I] weighted SwiGLU, the operand of the down projection
-  int64_t carried;  // [3, H, I] f32 weight gradients of the expert that continues in the next round
+  // [3, carried_copies, H, I] f32 weight gradients of an expert that continues in the next round.
+  int64_t carried;
   int64_t bytes;
 
   static constexpr int64_t kFlagBytes = 4096;
@@ -68,7 +70,7 @@ struct WorkspaceLayout {
     at.gate_pool = at.Take(rows * intermediate * shape.pool_bytes);
     at.up_pool = at.Take(rows * intermediate * shape.pool_bytes);
     at.act_pool = at.Take(rows * intermediate * shape.pool_bytes);
-    at.carried = at.Take(3 * hidden * intermediate * word);
+    at.carried = at.Take(3 * shape.carried_copies * hidden * intermediate * word);
     return at;
   }
 
