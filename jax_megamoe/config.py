@@ -12,6 +12,7 @@ Implementation = Literal["auto", "ffi", "xla"]
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("auto", "ffi", "xla")
 _WGRAD_PRECISIONS = ("bf16", "fp8")
+_MAX_TIMEOUT_S = 1e9  # the clocks count nanoseconds in 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MoEConfig:
         top-k). Not a limit on routing: a rank that receives more rows works in several rounds.
       reserved_sms: streaming multiprocessors left free for other kernels, for example collectives
         that run beside the layer.
-      timeout_s: seconds that a rank waits for a peer before it stops with an error.
+      timeout_s: seconds that a rank waits for a peer before it stops with an error, at most 1e9.
       swiglu_limit: clamps the gate from above and the up projection on both sides to this value
         before SwiGLU; None for no clamp.
       wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
@@ -48,6 +49,10 @@ class MoEConfig:
         _one_of("wgrad_precision", self.wgrad_precision, _WGRAD_PRECISIONS)
         _finite_above("capacity_factor", self.capacity_factor, 0)
         _finite_above("timeout_s", self.timeout_s, 0)
+        if self.timeout_s > _MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s is {self.timeout_s!r}; it must be at most {_MAX_TIMEOUT_S:g}"
+            )
         if self.swiglu_limit is not None:
             _finite_above("swiglu_limit", self.swiglu_limit, 0)
         if not isinstance(self.reserved_sms, int) or self.reserved_sms < 0:

@@ -249,6 +249,7 @@ def test_custom_calls_over_an_axis_of_vmap():
         ("capacity_factor", 0),
         ("capacity_factor", float("nan")),
         ("timeout_s", -1),
+        ("timeout_s", 1e10),
         ("swiglu_limit", 0.0),
         ("reserved_sms", -1),
         ("wgrad_precision", "fp4"),
