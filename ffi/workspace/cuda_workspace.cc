@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -88,12 +89,15 @@ const char* phase_name(int32_t phase) {
   return "unknown";
 }
 
-// Prints each failure once.
+bool process_ends = false;  // under the mutex
+
+// Prints each failure once. Stops when the process ends, before the driver takes the memory away.
 void watch_for_failures() {
   std::set<const Failure*> told;
   while (true) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     std::lock_guard<std::mutex> lock(mutex);
+    if (process_ends) return;
     for (const auto& [key, workspace] : workspaces()) {
       for (size_t i = 0; i < workspace->failure.size(); ++i) {
         const std::string message = failure_message(*workspace, static_cast<int>(i));
@@ -158,6 +162,10 @@ std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
   workspaces()[key] = std::move(made);
   static const bool watching = [] {
     std::thread(watch_for_failures).detach();
+    std::atexit([] {
+      std::lock_guard<std::mutex> lock(mutex);
+      process_ends = true;
+    });
     return true;
   }();
   (void)watching;
