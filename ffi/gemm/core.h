@@ -6,6 +6,10 @@
 //   kCooperative: both warpgroups work on one 128 x 256 tile, 64 rows each.
 //   kPingPong:    each warpgroup owns a whole 128 x 192 tile; one multiplies while the other runs
 //                 its epilogue. The larger tile per warpgroup reads less shared memory per FLOP.
+// Gate and up projections go cooperatively, 128 + 128 columns, so that a thread holds matching
+// pairs. In turns they would have to be transposed (weights as the tile's rows), which was measured
+// on H200 to be no faster: the card is then limited by its power, not by the epilogue that turns
+// would hide. Five stages instead of four gave nothing either.
 #pragma once
 
 #include <cuda_bf16.h>

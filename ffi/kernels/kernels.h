@@ -9,10 +9,13 @@
 //   finish     every rank has pushed
 //   combine    sum each token's slots
 //
-// Kernel boundaries are the grid barriers. Waiting for a peer happens only in meet and finish,
-// which are one small CTA each; a CTA of the other kernels waits only for work that a running CTA
-// of the same kernel has claimed. So no kernel needs all of its CTAs to be resident, and
-// collectives that hold some of the SMs can delay us but never deadlock us.
+// Why a row of kernels and not one: a kernel boundary is the cheapest grid barrier, and a rank
+// waits for its peers only in meet and finish, which are one warp each. A CTA of the expert kernels
+// waits only for work that a running CTA of the same kernel has claimed, so none of them needs all
+// of its CTAs to be resident, and collectives that hold some of the SMs can delay us but not
+// deadlock us. The plan is a cooperative kernel with barriers inside; its CTAs are few and small,
+// and several fit on an SM beside others. It also follows that several ranks can run on one GPU,
+// which the tests use.
 #pragma once
 
 #include <cuda.h>
