@@ -2,10 +2,10 @@
 //
 //   meet       tell the peers where this rank's operands are, learn theirs
 //   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
-//     plan     round 0: gather all ids; rows, tiles and targets of this rank's experts. Every
-//     round:
-//              which rows to pull, in the order of use
-//     experts  pull rows; gate/up, SwiGLU, down; push result rows home (backward: experts_backward)
+//     plan     first round: gather all ids; rows, tiles and targets of this rank's experts
+//              every round: which rows to pull, in the order of use
+//     experts  pull rows; gate/up, SwiGLU, down; push result rows home
+//              (in the backward pass the kernels of experts_backward.cuh)
 //   finish     every rank has pushed
 //   combine    sum each token's slots
 //
