@@ -8,7 +8,7 @@ from cases import Shape, make_inputs, make_mesh, require_ffi
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import MoEConfig, _implementation, _runtime, moe, moe_mlp
+from jax_megamoe import MoEConfig, _implementation, _mesh, _runtime, moe, moe_mlp
 
 NAMES = ("x", "expert_ids", "expert_weights", "w_gate", "w_up", "w_down")
 
@@ -213,6 +213,26 @@ def test_custom_calls_on_another_platform(monkeypatch):
     assert "the platform is 'tpu'" in _implementation.why_not_ffi("tpu")
     monkeypatch.setattr(_runtime, "with_cuda", lambda: False)
     assert "built without CUDA" in _implementation.why_not_ffi("gpu")
+
+
+@pytest.mark.parametrize(
+    "sizes, reason",
+    [
+        ({"hidden": 100}, "the hidden size is 100 and must be a multiple of 64"),
+        ({"intermediate": 96}, "the intermediate size is 96 and must be a multiple of 64"),
+        ({"top_k": 33}, "expert_ids has 33 slots a token and the kernels take at most 32"),
+        ({"local_experts": 257}, "w_gate has 257 experts on this rank and the kernels take at mo"),
+    ],
+)
+def test_sizes_that_the_gpu_kernels_do_not_take(monkeypatch, sizes, reason):
+    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+    monkeypatch.setattr(_implementation, "why_not_ffi", lambda platform: None)
+    sizes = {"hidden": 128, "intermediate": 64, "top_k": 8, "local_experts": 16} | sizes
+    # "auto" says so too: a size that falls off the fast path should be seen.
+    for implementation in ("ffi", "auto"):
+        with pytest.raises(ValueError, match=f"{reason}.*; 'xla' runs on any backend$"):
+            _implementation.choose(MoEConfig(implementation=implementation), None, **sizes)
+    assert _implementation.choose(MoEConfig(implementation="xla"), None, **sizes) == "xla"
 
 
 def test_custom_calls_need_every_mesh_axis_manual():

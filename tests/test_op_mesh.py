@@ -114,6 +114,25 @@ def test_loss_reduced_inside_the_shard_map(implementation, reduce, check_vma):
     assert_close((want.y, *(g * scale for g in grads)), want, F32)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("summed", ["data", "expert"])
+def test_loss_reduced_over_one_axis_inside_and_the_other_outside(implementation, summed, check_vma):
+    inputs = make_inputs()
+    config = MoEConfig(implementation=implementation)
+    mesh = make_mesh((2, 2), ("data", "expert"))
+    (rest,) = set(mesh.axis_names) - {summed}
+
+    def shard(x, ids, weights, w_gate, w_up, w_down, dy):
+        y = moe_mlp(x, ids, weights, w_gate, w_up, w_down, axis_name="expert", config=config)
+        return lax.psum((y * dy).sum(), summed)[None]
+
+    specs = (P(mesh.axis_names),) * 3 + (P("expert"),) * 3 + (P(mesh.axis_names),)
+    f = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P(rest), check_vma=check_vma)
+    grads = jax.jit(jax.grad(lambda *args: f(*args).sum(), argnums=(0, 2, 3, 4, 5)))(*inputs)
+    want = oracle(inputs)
+    assert_close((want.y, *grads), want, F32)
+
+
 def network_loss(params, x, ids, target, experts):
     """A replicated weight before and after the experts, and a router."""
     h = jnp.tanh(x @ params["inner"])

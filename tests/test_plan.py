@@ -100,6 +100,14 @@ def test_segment_edges(count):
     check(ids, 3, TILE)
 
 
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_every_number_of_tokens(top_k):
+    rng = np.random.default_rng(top_k)
+    for tokens in (*range(1, 131), 255, 256, 257):
+        ids = np.argsort(rng.random((2, tokens, 8)), axis=-1)[..., :top_k]
+        check(ids.astype(np.int32), 4, 2 * TILE)
+
+
 @pytest.mark.parametrize("top_k", [1, 8])
 def test_all_rows_on_one_expert(top_k):
     check(np.full((4, 100, top_k), 5, np.int32), 2, 2 * TILE)
