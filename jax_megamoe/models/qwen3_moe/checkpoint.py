@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
@@ -26,13 +28,7 @@ from jax_megamoe.models.qwen3_moe.parameters import (
     parameters,
     partition_spec,
 )
-from jax_megamoe.models.qwen3_moe.safetensors_io import (
-    DTYPES,
-    StoredTensor,
-    nbytes,
-    read_header,
-    write_file,
-)
+from jax_megamoe.models.qwen3_moe.safetensors_io import CODES, StoredTensor, read_header
 
 Layout = Literal["per_expert", "fused"]
 
@@ -167,10 +163,15 @@ def _write(folder, config, layout, dtype, tensors) -> None:
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
     for file, entries in files.items():
-        write_file(folder / file, entries, (next(tensors) for _ in entries))
+        # Contiguous: save_file writes the memory of a transposed view as it lies.
+        tensors_of_file = {
+            key: np.ascontiguousarray(a) for key, a in (next(tensors) for _ in entries)
+        }
+        assert {key: a.shape for key, a in tensors_of_file.items()} == entries
+        save_file(tensors_of_file, folder / file, metadata={"format": "pt"})
     if len(files) > 1:
         weight_map = {key: file for file, entries in files.items() for key in entries}
-        total = sum(nbytes(*entry) for entries in files.values() for entry in entries.values())
+        total = sum(_nbytes(s, dtype) for entries in files.values() for s in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     text = {**config.to_hf(), "torch_dtype": dtype.name}
@@ -339,10 +340,10 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _check(folder: Path, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]]):
     for key, tensor in stored.items():
-        if tensor.code not in DTYPES or "_scale" in key.rsplit(".", 1)[-1]:
+        if tensor.code not in CODES or "_scale" in key.rsplit(".", 1)[-1]:
             raise ValueError(
                 f"{tensor.file}: {key} is {tensor.code}, of a quantised checkpoint; the weights "
-                f"must be {', '.join(DTYPES)} and without scales"
+                f"must be {', '.join(CODES)} and without scales"
             )
     missing = [key for key in expected if key not in stored]
     unknown = [key for key in stored if key not in expected]
@@ -369,19 +370,25 @@ def _some(keys: list[str], most: int = 5) -> str:
     return ", ".join(keys[:most]) + more
 
 
-def _split(shapes: dict[str, tuple[int, ...]], dtype: np.dtype):
-    """Spreads the tensors over files: file name -> tensor name -> dtype and shape."""
-    files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+def _split(
+    shapes: dict[str, tuple[int, ...]], dtype: np.dtype
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Spreads the tensors over files: file name -> tensor name -> shape."""
+    files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for key, shape in shapes.items():
-        if files[-1] and size + nbytes(dtype, shape) > _FILE_BYTES:
+        if files[-1] and size + _nbytes(shape, dtype) > _FILE_BYTES:
             files.append({})
             size = 0
-        files[-1][key] = (dtype, shape)
-        size += nbytes(dtype, shape)
+        files[-1][key] = shape
+        size += _nbytes(shape, dtype)
     if len(files) == 1:
         return {_SINGLE: files[0]}
     return {f"model-{i + 1:05d}-of-{len(files):05d}.safetensors": f for i, f in enumerate(files)}
+
+
+def _nbytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _warn_of_bias(arrays: dict[str, Any]) -> None:
