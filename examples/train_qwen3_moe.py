@@ -479,7 +479,10 @@ def main(argv=None) -> list[dict]:
     except (ValueError, OSError) as error:
         fail(error)
     args.out.mkdir(parents=True, exist_ok=True)
-    state, graphdef, records, loads = train(run)
+    try:
+        state, graphdef, records, loads = train(run)
+    except FileExistsError as error:  # two runs that started at the same time
+        fail(f"{error.filename} is of another run; choose another --out")
     if int(state.step) < args.steps:
         saved = "nothing was saved" if args.no_checkpoint else f"--resume --out {args.out} goes on"
         fail(f"stopped after {int(state.step)} of {args.steps} steps; {saved}")
