@@ -165,7 +165,8 @@ class _Plan(NamedTuple):
 
     @property
     def rounds(self):
-        return (self.group_sizes.sum() + self.capacity - 1) // self.capacity
+        rows = self.group_sizes.sum(dtype=jnp.int32)
+        return (rows + self.capacity - 1) // self.capacity
 
     def window(self, j):
         first = j * self.capacity
@@ -192,12 +193,13 @@ def _make_plan(call, expert_ids, local_experts):
     key = jnp.where(mine, local, local_experts)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     all_slots = call.ranks * tokens * slots
-    row_of = jnp.zeros_like(order).at[order].set(jnp.arange(all_slots), unique_indices=True)
+    rows = jnp.arange(all_slots, dtype=jnp.int32)
+    row_of = jnp.zeros_like(order).at[order].set(rows, unique_indices=True)
     capacity = min(math.ceil(call.capacity_factor * tokens * slots), all_slots)
     return _Plan(
         order=jnp.pad(order, (0, -all_slots % capacity)),
         row_of=jnp.where(mine, row_of, -1).reshape(-1, slots),
-        group_sizes=jnp.bincount(key, length=local_experts + 1)[:-1],
+        group_sizes=jnp.bincount(key, length=local_experts + 1)[:-1].astype(jnp.int32),
         capacity=capacity,
     )
 

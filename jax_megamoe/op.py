@@ -52,8 +52,8 @@ def moe_mlp(
 
     (SwiGLU experts: Shazeer 2020, https://arxiv.org/abs/2002.05202; top-k routing: Shazeer et al.
     2017, https://arxiv.org/abs/1701.06538). Every routed row is computed, however skewed the
-    routing is. Differentiable in reverse mode in x, expert_weights and the three weights; each
-    gradient has its argument's dtype. Sums are in float32.
+    routing is. Differentiable, once and in reverse mode, in x, expert_weights and the three
+    weights; each gradient has its argument's dtype. Sums are in float32.
 
     This is the per-shard function. With `axis_name` it is called inside a `jax.shard_map` over that
     axis, with tokens and experts split over it; other axes of the mesh may split the tokens
@@ -107,7 +107,8 @@ def moe_mlp(
     args = _mesh.vary_alike(axis_name, x, expert_ids, expert_weights, w_gate, w_up, w_down)
     if x.shape[0] == 0:
         load = _mesh.zeros((w_gate.shape[0],), jnp.int32, args[0])
-        y, stats = args[0], (load, load.sum(), load.sum())
+        none = load.sum(dtype=jnp.int32)
+        y, stats = args[0], (load, none, none)
     elif chosen == "ffi":
         y, stats = _run_ffi(_ffi_op.make_call(config, axis_name, ranks, *args), *args)
     else:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +233,19 @@ def test_lowers_for_gpus(implementation, check_vma):
         for target in ("jax_megamoe_forward", "jax_megamoe_backward"):
             (line,) = [line for line in text.splitlines() if f"custom_call @{target}(" in line]
             assert "has_side_effect" not in line  # it could not be rematerialised
+
+
+@pytest.mark.parametrize("tokens", [0, 32])
+def test_with_64_bit_types_enabled(implementation, tokens):
+    inputs = make_inputs(Shape(tokens, 2, 4, 64, 64), x_dtype="bfloat16")
+    config = MoEConfig(implementation=implementation, capacity_factor=0.5)
+    f = sharded(make_mesh((2,)), config, return_stats=True)
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error")  # a type that is not what it was will be an error of JAX
+        y, stats = jax.jit(f)(*inputs.args)
+        results = jax.jit(functools.partial(results_of, sharded(make_mesh((2,)), config)))(inputs)
+    assert [a.dtype for a in (y, *stats)] == ["bfloat16", "int32", "int32", "int32"]
+    assert [a.dtype for a in results] == ["bfloat16"] * 2 + ["float32"] * 4
 
 
 def test_donated_arguments(implementation):
