@@ -65,7 +65,7 @@ def _python_headers_impl(ctx):
     probe = ctx.execute([python, "-c", _PROBE])
     if probe.return_code != 0:
         fail("%s failed: %s" % (python, probe.stderr))
-    include, jaxlib, nanobind, cutlass = probe.stdout.strip().split("\n")
+    include, jaxlib, nanobind, cutlass = probe.stdout.split("\n")[:4]
     if not jaxlib or not nanobind:
         fail("%s needs jaxlib and nanobind installed" % python)
     ctx.symlink(include, "python")
