@@ -212,6 +212,14 @@ def test_one_compilation_no_growth_and_f32_parameters_under_bf16():
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
+def test_router_stays_f32_under_bf16():
+    """Logits rounded to bf16 would choose other experts where they nearly tie."""
+    model = qwen3_moe.Qwen3MoE(CONFIG, rngs=nnx.Rngs(1), dtype=jnp.bfloat16)
+    _, inner = model(random_batch(2).input_ids, return_intermediates=True)
+    logits = inner["router_logits"]
+    assert (logits == logits.astype(jnp.bfloat16).astype(jnp.float32)).mean() < 0.1
+
+
 def test_parameters_and_moments_are_spread_over_all_devices():
     _, start = trainer(mesh_of(2, 2), tx=optax.adamw(1e-3))
     state = start()
