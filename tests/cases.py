@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -218,3 +224,39 @@ def assert_same_bits(got, want) -> None:
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
         assert a.tobytes() == b.tobytes()
+
+
+def run_two_processes(command: Callable[[str, int], list[str]], timeout: float) -> list[str]:
+    """Runs Python twice, with 2 CPU devices each, and returns what the two printed.
+
+    Args:
+      command: the arguments of Python for the coordinator's address and the process's number.
+      timeout: seconds.
+    """
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    tests = pathlib.Path(__file__).parent
+    paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command(address, i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    return outputs

@@ -3,11 +3,7 @@
 import dataclasses
 import functools
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import train_qwen3_moe
+from cases import run_two_processes
 from flax import nnx
 from training import mesh as meshes
 from training import report, text
@@ -371,33 +368,11 @@ def test_starts_from_the_first_layers_of_a_folder(tmp_path):
 def test_two_processes_train_as_one(finished_run, tmp_path):
     """Two processes of 2 and 2 CPU devices; the 8 devices of the other run are one process."""
     _, arguments, records = finished_run
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        port = s.getsockname()[1]
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(EXAMPLES / "train_qwen3_moe.py"), *arguments]
-    command += ["--out", str(tmp_path / "out"), "--implementation", "xla", "--distributed"]
-    command += ["--coordinator", f"localhost:{port}", "--num-processes", "2"]
-    processes = [
-        subprocess.Popen(
-            [*command, "--process-id", str(i)],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=240)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    command = [str(EXAMPLES / "train_qwen3_moe.py"), *arguments, "--out", str(tmp_path / "out")]
+    command += ["--implementation", "xla", "--distributed", "--num-processes", "2"]
+    run_two_processes(
+        lambda address, i: [*command, "--coordinator", address, "--process-id", str(i)], timeout=240
+    )
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     np.testing.assert_allclose(
         [r["lm_loss"] for r in lines], [r["lm_loss"] for r in records], rtol=1e-3
