@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MoEConfig, moe, moe_mlp
+from jax_megamoe._mesh import place
 
 F32 = 1e-5
 
@@ -54,6 +55,33 @@ def test_each_group_has_its_own_experts(implementation):
     got = jax.jit(functools.partial(results_of, f))(both)
     for half, want in enumerate((oracle(inputs), oracle(others))):
         assert_close(type(got)(*(jnp.split(a, 2)[half] for a in got)), want, F32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "shape, axes",
+    [
+        ((2, 4), ("data", "expert")),
+        ((4, 2), ("expert", "data")),
+        ((2, 2, 2), ("pipe", "expert", "data")),
+    ],
+)
+def test_place_tells_the_groups_apart(shape, axes, check_vma):
+    # Whether ranks of two groups that are not told apart do meet is left to the order they come in.
+    def one_device():
+        return place("expert")[(None,) * len(axes)]
+
+    f = jax.shard_map(
+        one_device,
+        mesh=make_mesh(shape, axes),
+        in_specs=(),
+        out_specs=P(*axes),
+        check_vma=check_vma,
+    )
+    group, rank = np.moveaxis(np.moveaxis(jax.jit(f)(), axes.index("expert"), 0), -1, 0)
+    ranks = shape[axes.index("expert")]
+    assert (rank.reshape(ranks, -1) == np.arange(ranks)[:, None]).all()
+    assert (group.reshape(ranks, -1) == np.arange(8 // ranks)).all()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
