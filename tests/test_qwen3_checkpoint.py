@@ -210,6 +210,14 @@ def test_missing_and_broken_files_are_named(tmp_path):
     index.write_text(json.dumps(table))
     with pytest.raises(ValueError, match=f"{second.name} has no tensor model.phantom.weight"):
         load_hf(folder)
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "holds a list; it must hold a JSON object"),
+        ("{}", "weight_map is None; it must be an object"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=f"{index.name}.* {message}"):
+            load_hf(folder)
     index.unlink()
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         load_hf(folder)
@@ -317,6 +325,8 @@ def test_unknown_layout_and_meshes_that_do_not_fit():
         ValueError, match="expert_axis is 'ep'; the axes of the mesh are 'data', 'e"
     ):
         load_hf(folder, mesh=jax.make_mesh((1, 2), ("data", "expert")), expert_axis="ep")
+    with pytest.raises(TypeError, match="mesh is a tuple; it must be a jax.sharding.Mesh"):
+        load_hf(folder, mesh=(2, 2))
     with pytest.raises(ValueError, match="num_experts is 6.*multiple.*'expert', 4"):
         load_hf(DATA / "tied_dense" / "fused", mesh=jax.make_mesh((1, 4), ("data", "expert")))
     with pytest.raises(ValueError, match="remat is 'some'"):

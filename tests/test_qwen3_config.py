@@ -1,5 +1,6 @@
 """Qwen3MoEConfig: both spellings of config.json, which layers have experts, what is refused."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -141,11 +142,38 @@ def test_end_tokens(read):
         ({"mlp_only_layers": [6]}, "mlp_only_layers holds 6"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
+        ({"head_dim": "16"}, "head_dim is '16'.*integer"),
+        ({"num_experts": -8}, "num_experts is -8.*at least 1"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'.*finite number above 0"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06.*above 0"),
+        ({"rope_theta": [1e6]}, r"rope_theta is \[1000000.0\].*finite number above 0"),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef is -0.1.*at least 0"),
+        ({"router_aux_loss_coef": True}, "router_aux_loss_coef is True.*finite number"),
+        ({"eos_token_id": "</s>"}, "config.json: eos_token_id is '</s>'.*integer"),
+        ({"eos_token_id": [5, -1]}, r"config.json: eos_token_id is \[5, -1\].*at least 0"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(read, change, message):
     with pytest.raises(ValueError, match=message):
         read({**OLD, **change})
+
+
+def test_end_tokens_of_the_generation_config_are_checked(read):
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is 5.5"):
+        read(OLD, {"eos_token_id": 5.5})
+    with pytest.raises(ValueError, match="eos_token_ids holds -1"):
+        dataclasses.replace(read(OLD, {}), eos_token_ids=(5, -1))
+
+
+@pytest.mark.parametrize(
+    "text, message", [("{'a': 1}", "is not JSON"), ("[]", "holds a list; .* JSON object")]
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_without_a_json_object_is_named(read, tmp_path, name, text, message):
+    read(OLD)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"/{name} {message}"):
+        Qwen3MoEConfig.from_hf(tmp_path)
 
 
 def test_missing_config_is_named(tmp_path):

@@ -49,6 +49,14 @@ def test_expert_parallel_mesh_with_left_padding_and_rows_that_do_not_divide():
     np.testing.assert_array_equal(tokens[2], g["gen_ids"][3:9])
 
 
+def test_64_bit_types_change_nothing():
+    g = golden("base")
+    with jax.enable_x64(True):
+        tokens = generate(model(), g["prompt_ids"][None], 4)
+    assert tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(tokens, g["gen_ids"][None, :4])
+
+
 @functools.cache
 def counting_model(eos_ids=(), vocab=16):
     """A model that follows t by t + 1: the layers add nothing, and lm_head is the
@@ -124,11 +132,15 @@ def test_sampling_follows_the_distribution_and_the_key():
     "change, message",
     [
         ({"prompt_ids": np.zeros((1, 0), np.int32)}, "prompt_ids has no tokens"),
+        ({"prompt_ids": np.zeros((0, 3), np.int32)}, r"prompt_ids has no tokens.*\(0, 3\)"),
         ({"prompt_ids": np.zeros(3, np.int32)}, r"prompt_ids has shape \(3,\)"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be a finite number"),
+        ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": 1.0}, "temperature is 1.0; sampling needs rng"),
         ({"attention_mask": np.ones((1, 2))}, r"attention_mask has shape \(1, 2\)"),
+        ({"attention_mask": np.array([[1, 1, 0]])}, "attention_mask.* row 0.* on the left"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):

@@ -109,6 +109,27 @@ def test_padding(case, side):
     np.testing.assert_array_equal(metrics["expert_load"].sum(axis=1), slots)
 
 
+def test_labels_that_are_no_tokens():
+    m, g = model("base"), golden("base")
+    run = nnx.jit(nnx.value_and_grad(loss, has_aux=True))
+    for label in (-1, -101, m.config.vocab_size):
+        labels = np.array(g["labels"])
+        labels[0, 3] = label
+        (total, metrics), grads = run(m, g["input_ids"], labels)
+        assert np.isnan(total) and np.isnan(metrics["lm_loss"])
+        assert np.isnan(grads["lm_head"][...]).any()
+    with pytest.raises(ValueError, match="labels has .* dtype float32; it must be integers"):
+        loss(m, g["input_ids"], g["labels"].astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_an_empty_batch_is_refused(shape):
+    ids = np.zeros(shape, np.int32)
+    for call in (lambda: model("base")(ids), lambda: loss(model("base"), ids, ids)):
+        with pytest.raises(ValueError, match=rf"input_ids has no tokens.*\({shape[0]}, {shape[1]}"):
+            call()
+
+
 def test_bf16_checkpoint_holds_the_same_weights_and_runs_in_bf16():
     g = golden("base")
     m = load_hf(DATA / "base" / "per_expert_bf16")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jax_megamoe.config import MoEConfig
-from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
+from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig, read_object
 from jax_megamoe.models.qwen3_moe.layers import Remat, Runtime
 from jax_megamoe.models.qwen3_moe.model import Qwen3MoE, make_runtime, shard_map
 from jax_megamoe.models.qwen3_moe.parameters import (
@@ -322,7 +322,12 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     index = folder / _INDEX
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
-    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(
+            f"{index}: weight_map is {weight_map!r}; it must be an object, from the name of each "
+            "tensor to its file"
+        )
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         tensors = read_header(folder / file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class Qwen3MoEConfig:
       dtype: "float32", "bfloat16" or "float16", the format that the checkpoint is stored in.
 
     Raises:
-      ValueError: for sizes that do not fit together.
+      ValueError: for values out of range, and sizes that do not fit together.
 
     >>> config = Qwen3MoEConfig.preset("qwen3-30b-a3b", num_hidden_layers=2)
     >>> config.num_experts, config.head_dim, config.moe_layers
@@ -82,8 +83,22 @@ class Qwen3MoEConfig:
                     f"of num_attention_heads, {self.num_attention_heads}"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        if self.head_dim % 2 or self.head_dim < 2:
+        _positive("head_dim", self.head_dim)
+        if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even, RoPE turns halves")
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not _is_number(value) or value <= 0:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number above 0")
+        for name in ("router_aux_loss_coef", "initializer_range"):
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number, at least 0")
+        for token in self.eos_token_ids:
+            if not _is_integer(token) or token < 0:
+                raise ValueError(
+                    f"eos_token_ids holds {token!r}; it must hold integers of at least 0"
+                )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}")
         for layer in self.mlp_only_layers:
@@ -136,14 +151,15 @@ class Qwen3MoEConfig:
 
         Raises:
           FileNotFoundError: there is no `config.json`.
-          ValueError: a key that must be there is missing, or the model needs what this port does
-            not compute (another RoPE type, activation, sliding window, quantised weights).
+          ValueError: a file is no JSON object, a key that must be there is missing, or the model
+            needs what this port does not compute (another RoPE type, activation, sliding window,
+            quantised weights).
         """
         folder = Path(folder)
         path = folder / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; a checkpoint folder must hold it")
-        raw = json.loads(path.read_text())
+        raw = read_object(path)
         _refuse_unsupported(raw, path)
 
         experts = raw.get("num_experts", raw.get("num_local_experts"))
@@ -162,13 +178,13 @@ class Qwen3MoEConfig:
         values |= {
             "num_experts": experts,
             "mlp_only_layers": tuple(raw.get("mlp_only_layers") or ()),
-            "rope_theta": 10000.0 if theta is None else float(theta),
+            "rope_theta": 10000.0 if theta is None else theta,
             "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
-            "eos_token_ids": _ids(raw.get("eos_token_id")),
+            "eos_token_ids": _ids(raw, path),
         }
         generation = folder / "generation_config.json"
         if generation.is_file():
-            eos = _ids(json.loads(generation.read_text()).get("eos_token_id"))
+            eos = _ids(read_object(generation), generation)
             values["eos_token_ids"] = eos or values["eos_token_ids"]
         return cls(**values)
 
@@ -191,6 +207,17 @@ class Qwen3MoEConfig:
             "max_window_layers": self.num_hidden_layers,
             "use_cache": True,
         }
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises a ValueError that names the file if it holds none."""
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
+    return value
 
 
 def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
@@ -221,14 +248,27 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
 
 
 def _positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
+    if not _is_integer(value) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _ids(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(_is_integer(token) and token >= 0 for token in ids):
+        raise ValueError(
+            f"{path}: eos_token_id is {value!r}; it must be an integer of at least 0, or a list of "
+            "such"
+        )
+    return tuple(ids)
 
 
 _PUBLIC = dict(

@@ -20,7 +20,8 @@ def cross_entropy_sum(hidden: jax.Array, matrix: jax.Array, targets: jax.Array) 
     Args:
       hidden: [T, H].
       matrix: [V, H], cast to hidden's dtype for the products.
-      targets: int32 [T]; -100 leaves a token out.
+      targets: int32 [T]; -100 leaves a token out, any other value outside [0, V) makes the sum
+        and its gradients NaN.
     """
     tokens, width = hidden.shape
     chunk = max(1, min(tokens, _CHUNK_BYTES // (4 * matrix.shape[0])))
@@ -45,7 +46,8 @@ def _forward(hidden, matrix, targets):
     def step(total, chunk):
         h, t = chunk
         logits = _logits(h, operand)
-        norm = jax.nn.logsumexp(logits, axis=-1)
+        known = (t == IGNORED) | ((t >= 0) & (t < logits.shape[1]))
+        norm = jnp.where(known, jax.nn.logsumexp(logits, axis=-1), jnp.nan)
         at_target = jnp.take_along_axis(logits, jnp.maximum(t, 0)[:, None], axis=1)[:, 0]
         return total + jnp.where(t == IGNORED, 0.0, norm - at_target).sum(), norm
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -62,14 +63,14 @@ def generate(
       ValueError: a shape or number that does not fit, or a temperature without `rng`.
     """
     check_batch("prompt_ids", prompt_ids, attention_mask=attention_mask)
-    if prompt_ids.shape[1] < 1:
-        raise ValueError("prompt_ids has no tokens; a prompt must have at least one")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer above 0")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; it must not be negative")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be a finite number, at least 0")
     if temperature > 0 and rng is None:
         raise ValueError(f"temperature is {temperature}; sampling needs rng, a jax.random key")
+    if attention_mask is not None and not isinstance(attention_mask, jax.core.Tracer):
+        _check_left_padding(attention_mask)
     if isinstance(eos_ids, int):
         eos_ids = (eos_ids,)
     stop = () if eos_ids is None else tuple(eos_ids) or model.config.eos_token_ids
@@ -88,6 +89,18 @@ def generate(
         np.float32(temperature),
     )
     return (tokens, logits) if return_logits else tokens
+
+
+def _check_left_padding(attention_mask):
+    if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
+        return
+    mask = np.asarray(attention_mask) != 0
+    (rows,) = np.nonzero(mask.any(axis=1) & ~mask[:, -1])
+    if rows.size:
+        raise ValueError(
+            f"attention_mask is 0 in the last column of row {rows[0]}; a prompt must be padded on "
+            "the left"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -172,13 +185,15 @@ def _decode_one(rt, arrays, token, position, keys, live, cache):
     h = layers.embed(rt, arrays, token[:, None])
     rope = layers.rope_table(cfg, position[None])
     visible = keys & (jnp.arange(keys.shape[1]) <= position)
+    # Indices are all of one type, also under jax_enable_x64.
+    zero = jnp.int32(0)
 
     def body(carry, xs, group):
         h, caches = carry
         p, number = xs
 
         def attend(q, k, v):
-            at = (number, 0, position, 0, 0)
+            at = (number, zero, position, zero, zero)
             longer = tuple(
                 lax.dynamic_update_slice(a, new[None], at)
                 for a, new in zip(caches, (k, v), strict=True)
@@ -194,7 +209,7 @@ def _decode_one(rt, arrays, token, position, keys, live, cache):
 
     longer = []
     for i, group in enumerate(layer_groups(cfg)):
-        xs = (arrays["layers"][i], jnp.arange(group.count))
+        xs = (arrays["layers"][i], jnp.arange(group.count, dtype=jnp.int32))
         (h, caches), _ = lax.scan(functools.partial(body, group=i), (h, cache[i]), xs)
         longer.append(caches)
     return layers.rms_norm(h[:, 0], arrays["norm"], cfg.rms_norm_eps), longer

@@ -61,6 +61,7 @@ class Qwen3MoE(nnx.Module):
 
     Raises:
       ValueError: the mesh has no such axis, or the experts do not divide over it.
+      TypeError: `mesh` is something else.
 
     >>> from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
     >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=2)
@@ -165,7 +166,9 @@ def loss(
     Args:
       model: a `Qwen3MoE`.
       input_ids: integer [B, S].
-      labels: integer [B, S], not shifted: the logits at t predict labels[t + 1]. -100 is ignored.
+      labels: integer [B, S], not shifted: the logits at t predict labels[t + 1]. -100 is ignored;
+        any other label outside [0, V), at which transformers stops, makes the loss and its
+        gradients NaN.
       attention_mask: [B, S], 1 = token, 0 = padding.
 
     Returns:
@@ -174,6 +177,7 @@ def loss(
       Without a label lm_loss is 0, without a token aux_loss is 0.
     """
     check_batch("input_ids", input_ids, labels=labels, attention_mask=attention_mask)
+    check_batch("labels", labels)
     return _loss(model.runtime, model.arrays(), input_ids, labels, attention_mask)
 
 
@@ -191,6 +195,8 @@ def make_runtime(
         if mesh.empty:
             (device,) = jnp.zeros(()).devices()
             mesh = Mesh(np.array([[device]]), ("data", expert_axis))
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
     if expert_axis not in mesh.axis_names:
         raise ValueError(
             f"expert_axis is {expert_axis!r}; the axes of the mesh are "
@@ -338,7 +344,9 @@ def _loss(rt, arrays, input_ids, labels, attention_mask):
         hidden = out.hidden.reshape(-1, out.hidden.shape[-1])
         targets = targets.reshape(-1)
         lm_sum = cross_entropy_sum(hidden, layers.head(rt, arrays), targets)
-        lm_sum, num_labels = jax.lax.psum((lm_sum, (targets != IGNORED).sum()), rt.axes)
+        lm_sum, num_labels = jax.lax.psum(
+            (lm_sum, (targets != IGNORED).sum(dtype=jnp.int32)), rt.axes
+        )
         lm_loss = lm_sum / jnp.maximum(num_labels, 1)
         metrics = {"lm_loss": lm_loss, "num_labels": num_labels}
         metrics |= _balance(
@@ -366,11 +374,16 @@ def _balance(rt, records, tokens):
 
 
 def check_batch(name: str, ids: jax.Array, **others: jax.Array | None) -> None:
-    """Raises a ValueError unless `ids` is integer [B, S] and the others have its shape."""
+    """Raises a ValueError unless `ids` is integer [B, S], not empty, and shaped like the others."""
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} has shape {ids.shape} and dtype {ids.dtype}; it must be integers "
             "[batch, positions]"
+        )
+    if not ids.size:
+        raise ValueError(
+            f"{name} has no tokens, its shape is {ids.shape}; it must hold at least one position "
+            "of one row"
         )
     for other, value in others.items():
         if value is not None and value.shape != ids.shape:
