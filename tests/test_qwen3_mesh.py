@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 import jax_megamoe.nnx
 from jax_megamoe import MoEConfig
-from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, load_hf, loss
+from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, layers, load_hf, loss
 from jax_megamoe.models.qwen3_moe.cross_entropy import cross_entropy_sum
 
 DATA = Path(__file__).parent / "data" / "qwen3_moe"
@@ -293,3 +293,29 @@ def test_custom_calls_give_the_same_and_run_once_in_each_direction():
     want = compiled("xla")[1]
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_attention_in_blocks_of_queries(dtype, monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, dy = (jax.random.normal(key, (2, 37, 4, 16), dtype) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 37, 2, 16), dtype) for key in keys[2:])
+
+    def attention(*operands):
+        return jax.nn.dot_product_attention(*operands, is_causal=True, implementation="xla")
+
+    f32 = [a.astype(jnp.float32) for a in (q, k, v, dy)]
+    y, pullback = jax.vjp(attention, *f32[:3])
+    want = y, *pullback(f32[3])
+    monkeypatch.setattr(layers, "_LOGITS_BYTES", 4 * 2 * 4 * 37 * 5)
+    y, pullback = jax.vjp(layers._plain_attention, q, k, v)
+    for a, b in zip((y, *pullback(dy)), want, strict=True):
+        assert a.dtype == dtype
+        assert relative(np.asarray(a, np.float32), b) < (1e-5 if dtype == jnp.float32 else 1e-2)
+
+
+def test_attention_without_cudnn_says_why():
+    layers._cudnn_takes.cache_clear()
+    with pytest.warns(UserWarning, match="attention runs as plain JAX, more slowly: cuDNN says"):
+        assert not layers._cudnn_takes((1, 16, 4, 12), (1, 16, 2, 12))  # no multiple of 8
+    layers._cudnn_takes.cache_clear()

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 # f32 logits of one chunk take at most this many bytes (twice that in the backward pass).
-_CHUNK_BYTES = 256 * 2**20
+_CHUNK_BYTES = 512 * 2**20
+_ROW_TILE = 128  # whole tiles of a matrix product
 IGNORED = -100
 
 
@@ -24,7 +25,8 @@ def cross_entropy_sum(hidden: jax.Array, matrix: jax.Array, targets: jax.Array) 
         and its gradients NaN.
     """
     tokens, width = hidden.shape
-    chunk = max(1, min(tokens, _CHUNK_BYTES // (4 * matrix.shape[0])))
+    fit = max(1, _CHUNK_BYTES // (4 * matrix.shape[0]))
+    chunk = min(tokens, fit - fit % _ROW_TILE if fit > _ROW_TILE else fit)
     padding = -tokens % chunk
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, width)
     targets = jnp.pad(targets, (0, padding), constant_values=IGNORED).reshape(-1, chunk)

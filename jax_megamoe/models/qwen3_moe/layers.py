@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,9 @@ from jax_megamoe.op import moe_mlp
 from jax_megamoe.routing import EXPERT_IDS, route
 
 Remat = Literal["full", "none"] | Callable[..., bool]
+
+# f32 logits of the attention that plain JAX computes at a time take at most this many bytes.
+_LOGITS_BYTES = 512 * 2**20
 
 # A recomputation that chose again could choose other experts than the forward pass used.
 _save_choice = jax.checkpoint_policies.save_only_these_names(EXPERT_IDS)
@@ -202,12 +206,56 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def causal_attention(rt: Runtime, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of whole sequences; q [B, S, N, D], k and v [B, S, N_kv, D]."""
+    """Causal attention of whole sequences; q [B, S, N, D], k and v [B, S, N_kv, D].
+
+    On GPUs in bf16 it is cuDNN's, where that takes the sizes; else plain JAX.
+    """
     gpu = rt.mesh.devices.flat[0].platform == "gpu"
-    cudnn = gpu and q.dtype in (jnp.bfloat16, jnp.float16) and rt.config.head_dim % 8 == 0
-    return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, implementation="cudnn" if cudnn else "xla"
-    )
+    if gpu and q.dtype == jnp.bfloat16 and _cudnn_takes(q.shape, k.shape):
+        return _cudnn_attention(q, k, v)
+    return _plain_attention(q, k, v)
+
+
+def _cudnn_attention(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+@functools.lru_cache
+def _cudnn_takes(q: tuple[int, ...], kv: tuple[int, ...]) -> bool:
+    """Whether cuDNN computes this attention and its gradient; warns of the reason if not."""
+
+    def gradient(*operands):
+        return jax.grad(lambda *a: _cudnn_attention(*a).sum(), argnums=(0, 1, 2))(*operands)
+
+    try:
+        jax.eval_shape(gradient, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (q, kv, kv)))
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        warnings.warn(f"attention runs as plain JAX, more slowly: cuDNN says {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _plain_attention(q, k, v):
+    """As many queries at a time as have logits of `_LOGITS_BYTES`, in both passes."""
+    batch, length, heads, width = q.shape
+    rows = max(1, _LOGITS_BYTES // (4 * batch * heads * length))
+    if rows >= length:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+    blocks = -(-length // rows)
+    q = jnp.pad(q, ((0, 0), (0, blocks * rows - length), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, rows, heads, width).swapaxes(0, 1)
+    # In f32 outside the loop, so that their gradients are added up in it.
+    k32, v32 = k.astype(jnp.float32), v.astype(jnp.float32)
+
+    @jax.checkpoint
+    def attend(block):
+        first, q = block
+        mask = first + jnp.arange(rows)[:, None] >= jnp.arange(length)
+        k, v = k32.astype(q.dtype), v32.astype(q.dtype)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[None, None], implementation="xla")
+
+    out = lax.map(attend, (rows * jnp.arange(blocks), q))
+    return out.swapaxes(0, 1).reshape(batch, -1, heads, width)[:, :length]
 
 
 def tokens_first(attention_mask: jax.Array) -> jax.Array:

@@ -248,10 +248,11 @@ def _initial_values(runtime, dtype):
         std = config.initializer_range
         return [initialize(info, k, std, dtype) for info, k in zip(leaves, keys, strict=True)]
 
-    # It runs once, and LLVM's optimisation of 15 random generators took longer than everything else
-    # together: 8.8 s of 10.
-    quick = {"xla_backend_optimization_level": 0}
-    compiled = jax.jit(values, out_shardings=placement, compiler_options=quick)
+    # It runs once, and on CPU LLVM's optimisation of 15 random generators took longer than
+    # everything else together: 8.8 s of 10.
+    cpu = runtime.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if cpu else None
+    compiled = jax.jit(values, out_shardings=placement, compiler_options=options)
     return lambda key: tree.unflatten(compiled(key))
 
 
