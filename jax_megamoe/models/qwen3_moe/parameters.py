@@ -132,13 +132,20 @@ def fsdp(parameter: Parameter, mesh: Mesh, expert_axis: str) -> tuple[int, tuple
 
 
 def partition_spec(parameter: Parameter, mesh: Mesh, expert_axis: str) -> PartitionSpec:
-    """Where a parameter lies: its experts on the expert axis, and FSDP as in `fsdp`."""
+    """Where a parameter lies: its experts on the expert axis, and FSDP as in `fsdp`.
+
+    Axes of one device are named too, though they split nothing: over those that a specification
+    leaves out, gradients are summed, which would copy them.
+    """
     spec: list[tuple[str, ...]] = [
         (expert_axis,) if name == "experts" else () for name in parameter.axes
     ]
     split = fsdp(parameter, mesh, expert_axis)
     if split is not None:
         spec[split[0]] += split[1]
+    named = {axis for axes in spec for axis in axes}
+    first = int(parameter.axes[0] == "layers")
+    spec[first] += tuple(a for a in mesh.axis_names if mesh.shape[a] == 1 and a not in named)
     return PartitionSpec(*(axes or None for axes in spec))
 
 
