@@ -4,7 +4,7 @@
 
 trains a small model on the source files of Python's standard library, on the GPUs or, where there
 are none, on 8 virtual CPU devices. The run's folder gets metrics.jsonl (one object a step),
-training.png (loss and expert load), sample.txt, summary.json and the checkpoints.
+training.png (loss and expert load), sample.txt, settings.json, summary.json and the checkpoints.
 """
 
 from __future__ import annotations
@@ -282,6 +282,7 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
     chief = jax.process_index() == 0
     if chief:
         print(describe(run, state))
+        (args.out / "settings.json").write_text(json.dumps(settings(run, state), indent=1))
     metrics_file = report.MetricsFile(args.out / METRICS, first) if chief else None
     loads = []
 
@@ -311,6 +312,7 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
                 "imbalance": report.imbalance(loads[-1]),
                 "step_s": seconds,
                 "tokens_per_s": args.batch * args.seq_len / seconds,
+                "peak_bytes": peak_bytes(),
             }
             if metrics_file:
                 metrics_file.write(record)
@@ -402,6 +404,29 @@ def describe(run: Run, state: TrainState) -> str:
     )
 
 
+def settings(run: Run, state: TrainState) -> dict[str, Any]:
+    """What a measurement of the run depends on."""
+    names = ("implementation", "precision", "dtype")
+    return {
+        "parameters": parameter_count(state),
+        "unigram": run.unigram,
+        **run.fixed,
+        **{name: getattr(run.args, name) for name in names},
+        "devices": run.mesh.size,
+        "device": jax.local_devices()[0].device_kind,
+        "jax": jax.__version__,
+        "flops_per_token": training_flops_per_token(run.config, run.args.seq_len),
+    }
+
+
+def peak_bytes() -> int | None:
+    """The most that JAX's allocator held on a device; None where it does not count (CPUs).
+
+    What the custom calls share between GPUs, their workspace, comes on top.
+    """
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np.ndarray) -> None:
     """Writes the sample, the picture and the summary; prints what matters of them."""
     args, config, mesh = run.args, run.config, run.mesh
@@ -413,30 +438,20 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
         return
     (args.out / "sample.txt").write_text(sample)
 
-    size, title = parameter_count(state), describe(run, state)
     report.plot(
         args.out / "training.png",
         records,
         loads,
         first_step=records[-len(loads)]["step"],
         unigram=run.unigram,
-        title=title,
+        title=describe(run, state),
     )
-    summary = report.summary(
+    summary = settings(run, state) | report.summary(
         records[-len(loads) :],
         flops_per_token=training_flops_per_token(config, args.seq_len),
         devices=mesh.size,
     )
-    device = jax.local_devices()[0]
-    summary |= {
-        "parameters": size,
-        "unigram": run.unigram,
-        **run.fixed,
-        **{name: getattr(args, name) for name in ("implementation", "precision", "dtype")},
-        "device": device.device_kind,
-        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "jax": jax.__version__,
-    }
+    summary["peak_bytes"] = records[-1].get("peak_bytes")
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
 
     last = report.final([r["lm_loss"] for r in records])
