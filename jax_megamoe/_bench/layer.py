@@ -37,6 +37,14 @@ PASSES = ("forward", "backward", "layer")
 # (three products). Backward: 16 (gate and up again, then two products for each of the three).
 DENSE_COLUMNS = {"forward": 3, "backward": 8, "layer": 11}
 
+# Times of the dense product that a bf16 pass may take at most, by (shape, pass).
+LIMITS = {
+    ("qwen3-30b-a3b", "forward"): 1.30,
+    ("qwen3-235b-a22b", "forward"): 1.18,
+    ("qwen3-30b-a3b", "backward"): 1.35,
+    ("qwen3-235b-a22b", "backward"): 1.25,
+}
+
 # The popularity of an expert is (1 + its place)^-0.6, places dealt out by a fixed permutation. With
 # 128 experts and top-8 the fullest expert gets 6.8 times the mean and four get more than 3 times.
 SKEW_EXPONENT = 0.6

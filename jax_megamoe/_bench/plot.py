@@ -21,6 +21,10 @@ _HATCHES = {"bf16": "", "fp8": "//", "mxfp8": "xx", "fp8_bwd": ".."}
 # A bar beyond this many times the tallest dense bar is cut, so that the others can be read.
 _CUT = 3.0
 _CORE_BAR = 0.92
+_LIMIT = dict(color="#b3261e", lw=1, ls="--", zorder=3)
+_LIMIT_TEXT = dict(
+    xytext=(0, 1), textcoords="offset points", va="bottom", fontsize=7, color=_LIMIT["color"]
+)
 _UPRIGHT = dict(rotation=90, ha="center", va="bottom", fontsize=7.5)
 
 
@@ -61,7 +65,7 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
             if pass_ == "matrix_core":
                 _draw_core(panel, mine)
             else:
-                _draw_pass(panel, mine)
+                _draw_pass(panel, mine, layer.LIMITS.get((shape, pass_)))
     _caption(figure, records)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -80,12 +84,14 @@ def _series(records):
     return sorted(found, key=lambda s: (list(_COLOURS).index(s[0]), list(_HATCHES).index(s[1])))
 
 
-def _draw_pass(panel, records):
+def _draw_pass(panel, records, most):
+    """A group of bars for each routing and number of devices; `most` is the ratio to stay below."""
     series, groups = _series(records), _groups(records)
     width = 0.86 / (1 + len(series))
     dense = [r["dense_ms"] for r in records if r["dense_ms"]]
     times = [r["ms"] for r in records if r["ms"]]
-    limit = min(_CUT * max(dense, default=1), max([*times, *dense], default=1))
+    tallest = max([*times, *((most or 1) * ms for ms in dense)], default=1)
+    limit = min(_CUT * max(dense, default=1), tallest)
     panel.set_ylim(0, 1.22 * limit)
     for place, (gpus, routing) in enumerate(groups):
         here = [r for r in records if (r["gpus"], r["routing"]) == (gpus, routing)]
@@ -94,6 +100,9 @@ def _draw_pass(panel, records):
         if dense_ms:
             panel.bar(left, dense_ms, width, color=_DENSE)
             _write(panel, left, dense_ms, _number(dense_ms))
+            if most:
+                panel.hlines(most * dense_ms, place - 0.45, place + 0.45, **_LIMIT)
+                panel.annotate(f"{most:.2f}×", (place - 0.45, most * dense_ms), **_LIMIT_TEXT)
         for record in here:
             n = 1 + series.index((record["implementation"], record["precision"]))
             _draw_bar(panel, left + n * width, width, record, limit)
@@ -167,6 +176,9 @@ def _caption(figure, records):
         label = f"{implementation}, {precision}" + (f" ({'; '.join(notes)})" if notes else "")
         colour, hatch = _COLOURS[implementation], _HATCHES[precision]
         handles.append(patch(facecolor=colour, hatch=hatch, edgecolor="white", lw=0, label=label))
+    limits = {layer.LIMITS.get((r["shape"], r["pass"])) for r in passes} - {None}
+    if limits:
+        handles.append(matplotlib.lines.Line2D([], [], **_LIMIT, label="required of bf16"))
     organisations = {r["organisation"] for r in records if r["pass"] == "matrix_core"}
     for organisation, colour in _ORGANISATIONS.items():
         if organisation in organisations:
@@ -199,6 +211,8 @@ def _write(panel, at, height, text, bold=False):
         fontsize=7.5,
         color=_INK,
         weight="bold" if bold else "normal",
+        bbox=dict(facecolor="white", edgecolor="none", pad=0.3, alpha=0.75),
+        zorder=4,
     )
 
 
