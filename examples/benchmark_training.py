@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PLATFORMS = os.environ.get("JAX_PLATFORMS")
-os.environ["JAX_PLATFORMS"] = "cpu"  # the devices are for the processes that train
+from training.report import final, summary
 
-from training.report import final, summary  # noqa: E402
-
-from jax_megamoe._bench import report as records  # noqa: E402
+from jax_megamoe._bench import report as records
 
 TRAIN = Path(__file__).with_name("train_qwen3_moe.py")
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
@@ -62,19 +58,13 @@ def arguments(argv=None) -> tuple[argparse.Namespace, list[str]]:
 
 def run(folder: Path, options: list[str], time_limit: float) -> Outcome:
     """Trains in a process of its own, which writes into `folder`."""
-    environment = dict(os.environ)
-    del environment["JAX_PLATFORMS"]
-    if PLATFORMS is not None:
-        environment["JAX_PLATFORMS"] = PLATFORMS
     command = [sys.executable, str(TRAIN), "--no-checkpoint", "--out", str(folder), *options]
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_suffix(".log")
     error = None
     with log.open("w") as output:
         try:
-            done = subprocess.run(
-                command, env=environment, stdout=output, stderr=output, timeout=time_limit
-            )
+            done = subprocess.run(command, stdout=output, stderr=output, timeout=time_limit)
         except subprocess.TimeoutExpired:
             error = f"stopped after {time_limit:g} s"
         else:
@@ -99,7 +89,7 @@ def reason(log: str) -> str:
     return (lines or ["no output"])[-1][:400]
 
 
-def record(outcome: Outcome, environment: records.Record, **fixed) -> records.Record:
+def record(outcome: Outcome, software: records.Record, **fixed) -> records.Record:
     """The record of a run; numbers that are not known are None."""
     settings, metrics = outcome.settings, outcome.metrics
     made = {
@@ -113,8 +103,8 @@ def record(outcome: Outcome, environment: records.Record, **fixed) -> records.Re
         "tokens_per_gpu": None,
         **records.timed(None, None),
         "peak_bytes": None,
-        **environment,
         "device": settings.get("device"),
+        **software,
         "steps": len(metrics),
     }
     if metrics:
@@ -150,7 +140,7 @@ def show(r: records.Record) -> str:
 def main(argv=None) -> list[records.Record]:
     """Makes the runs; returns and appends their records."""
     args, options = arguments(argv)
-    environment = records.environment(args.commit)
+    software = records.software(args.commit)
     layers = [int(n) for n in args.layers.split(",")] if args.layers else [None]
     found = records.read([args.out]) if args.out and args.out.exists() else []
     made = []
@@ -167,7 +157,7 @@ def main(argv=None) -> list[records.Record]:
                 )
                 fixed = {"model": args.model, "implementation": implementation}
                 fixed |= {"layers": layers[0], "options": " ".join(options)}
-                made.append(record(outcome, environment, **fixed))
+                made.append(record(outcome, software, **fixed))
                 print(show(made[-1]), flush=True)
                 if args.out:
                     records.write(args.out, found + made)

@@ -81,6 +81,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
     add("--implementation", choices=("auto", "ffi", "xla"), default="auto")
     add("--precision", choices=("bf16", "fp8", "mxfp8", "fp8_bwd"), default="bf16")
+    add("--capacity-factor", type=float, default=2.0, help="of MoEConfig: bounds its memory")
     add("--dtype", choices=("auto", "bf16", "f32"), default="auto", help="of the arithmetic")
     add("--expert-parallel", type=int, help="devices that share the experts of a layer")
     add("--distributed", action="store_true", help="several processes, by jax.distributed")
@@ -187,9 +188,10 @@ def check_ranges(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value >= least):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {value}; it must be at least {least}")
-    for name in ("lr", "clip"):
-        if not (math.isfinite(getattr(args, name)) and getattr(args, name) > 0):
-            raise ValueError(f"--{name} is {getattr(args, name)}; it must be above 0")
+    for name in ("lr", "clip", "capacity_factor"):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
 
 
 def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwen3MoEConfig:
@@ -229,7 +231,11 @@ def make_model(run: Run) -> qwen3_moe.Qwen3MoE:
         "expert_axis": meshes.EXPERT,
         "dtype": dtype[args.dtype],
         "param_dtype": jnp.float32,
-        "moe": MoEConfig(precision=args.precision, implementation=args.implementation),
+        "moe": MoEConfig(
+            precision=args.precision,
+            implementation=args.implementation,
+            capacity_factor=args.capacity_factor,
+        ),
         "remat": "full",
         "expert_bias": args.balance == "bias",
     }

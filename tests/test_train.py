@@ -251,7 +251,7 @@ def test_loss_falls_and_the_run_leaves_its_files(finished_run):
     assert records[-1]["lm_loss"] < records[0]["lm_loss"] - 1.0
     assert [json.loads(line) for line in (out / "metrics.jsonl").open()] == records
     assert [r["step"] for r in records] == list(range(8))
-    names = "lm_loss aux_loss total grad_norm lr tokens_per_s imbalance step_s".split()
+    names = "lm_loss aux_loss total grad_norm lr tokens_per_s imbalance step_s peak_bytes".split()
     assert set(records[0]) == {"step", *names}
     assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text().startswith("the")
@@ -321,6 +321,7 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--layers", "0"], "--layers is 0; the model has 4 layers"),
         (["--batch", "-8"], "--batch is -8; it must be at least 1"),
         (["--lr", "nan"], "--lr is nan; it must be above 0"),
+        (["--capacity-factor", "0"], "--capacity-factor is 0.0; it must be above 0"),
         (["--save-every", "-1"], "--save-every is -1; it must be at least 0"),
         (["--prompt", ""], "--prompt is ''; it must hold at least one token"),
         (["--seq-len", "1"], "--seq-len is 1; it must be at least 2"),

@@ -33,8 +33,12 @@ IDENTITY = (
 
 def environment(commit: str | None) -> Record:
     """Returns the keys that all records of a run share; `commit` None asks git."""
+    return dict(device=jax.devices()[0].device_kind, **software(commit))
+
+
+def software(commit: str | None) -> Record:
+    """Returns the part of `environment` for which JAX need not start its backend."""
     return dict(
-        device=jax.devices()[0].device_kind,
         driver=_driver(),
         jax=jax.__version__,
         commit=commit or _commit(),

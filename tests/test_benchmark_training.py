@@ -1,0 +1,109 @@
+"""examples/benchmark_training.py: records of runs that end, fail, stop or do not fit."""
+
+import json
+
+import benchmark_training as bench
+import pytest
+from benchmark_training import Outcome
+
+SETTINGS = dict(
+    precision="bf16",
+    layers=2,
+    parameters=1000,
+    devices=2,
+    batch=4,
+    seq_len=32,
+    device="cpu",
+    flops_per_token=1e9,
+)
+NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+
+
+def metrics(step_s, loss, steps=8):
+    return [
+        dict(lm_loss=loss, step_s=step_s, tokens_per_s=128 / step_s, peak_bytes=2**30)
+        for _ in range(steps)
+    ]
+
+
+def runs(monkeypatch, outcomes):
+    """Replaces the training processes by their outcomes; returns the options they were given."""
+    given = []
+
+    def run(folder, options, time_limit):
+        given.append(options)
+        return outcomes[len(given) - 1]
+
+    monkeypatch.setattr(bench, "run", run)
+    return given
+
+
+def test_runs_are_compared_and_appended(monkeypatch, tmp_path, capsys):
+    outcomes = [
+        Outcome(SETTINGS, metrics(0.5, 2.0), None),
+        Outcome(SETTINGS, metrics(1, 2.5), None),
+    ]
+    given = runs(monkeypatch, outcomes)
+    out = tmp_path / "records.json"
+    out.write_text('[{"pass": "earlier"}]')
+    ffi, xla = bench.main(["--commit=abc", f"--out={out}", "--steps", "8", "--lr=1e-3"])
+    assert given == [
+        ["--model=tiny", f"--implementation={name}", "--steps", "8", "--lr=1e-3"]
+        for name in ("ffi", "xla")
+    ]
+    assert json.loads(out.read_text()) == [{"pass": "earlier"}, ffi, xla]
+    expected = dict(
+        **{"shape": "tiny", "pass": "training_step", "implementation": "ffi", "layers": 2},
+        **dict(gpus=2, tokens_per_gpu=64, ms=500.0, steps=8, steps_timed=3, loss=2.0, commit="abc"),
+        **dict(tokens_per_s_per_gpu=128.0, model_tflops_per_gpu=0.128, peak_bytes=2**30),
+        **dict(device="cpu", options="--steps 8 --lr=1e-3", parameters=1000, precision="bf16"),
+    )
+    assert {name: ffi[name] for name in expected} == expected
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "loss of xla - loss of ffi = +0.50000; step time 2.00 times"
+
+
+def test_what_does_not_fit_is_tried_with_fewer_layers(monkeypatch):
+    outcomes = [
+        Outcome({}, [], NO_MEMORY),
+        Outcome(SETTINGS, metrics(0.5, 2.0), None),
+        Outcome(SETTINGS, metrics(9, 3.0, steps=1), "stopped after 60 s"),
+    ]
+    given = runs(monkeypatch, outcomes)
+    large, ffi, xla = bench.main(["--model=qwen3-30b-a3b", "--layers=20,16,12"])
+    assert [options[2] for options in given] == ["--layers=20", "--layers=16", "--layers=16"]
+    assert (large["layers"], large["error"], large["ms"]) == (20, NO_MEMORY, None)
+    assert "error" not in ffi
+    assert (xla["error"], xla["steps"], xla["ms"]) == ("stopped after 60 s", 1, 9000.0)
+
+
+def test_the_last_number_of_layers_is_not_tried_twice(monkeypatch):
+    given = runs(monkeypatch, [Outcome({}, [], NO_MEMORY)])
+    (record,) = bench.main(["--implementations=xla", "--layers=4"])
+    assert len(given) == 1 and record["error"] == NO_MEMORY
+
+
+@pytest.mark.parametrize(
+    "log, reason",
+    [
+        (f"step 1\nTraceback ...\n  {NO_MEMORY}\nand more\n", NO_MEMORY),
+        ("Traceback ...\nValueError: no\n\n", "ValueError: no"),
+        ("", "no output"),
+    ],
+)
+def test_the_reason_is_the_line_that_says_it(log, reason):
+    assert bench.reason(log) == reason
+
+
+def test_a_process_that_trains_and_one_that_cannot(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the text of a benchmark " * 200)
+    options = ["--data", str(text), "--layers=1", "--seq-len=32", "--steps=2", "--sample-tokens=0"]
+    whole = bench.run(tmp_path / "whole", options, 200)
+    assert whole.error is None, whole.error
+    record = bench.record(whole, {}, model="tiny", implementation="auto", layers=1)
+    assert record["steps"] == 2 and record["ms"] > 0 and record["gpus"] == 8
+    assert record["tokens_per_gpu"] == 32
+    failed = bench.run(tmp_path / "failed", [*options, "--lr=-1"], 200)
+    assert failed.settings == {} and failed.metrics == []
+    assert failed.error == "train_qwen3_moe.py: --lr is -1.0; it must be above 0"
