@@ -110,17 +110,13 @@ def _layer_records(options, environment, name, gpus):
                 continue
             notes[key] = layer.describe(key[0], pass_, lowered.as_text())
             memory[key] = layer.peak_bytes(compiled[key], shape, tokens, gpus, config)
-        if compiled:
-            dense = layer.dense_program(mesh)
-            operands = layer.make_dense(mesh, shape, tokens, pass_)
+        dense = _dense_program(mesh, shape, tokens, pass_) if compiled else {}
         for routing in options.routings:
             programs = {
                 key: functools.partial(run, *arguments, *routings[routing])
                 for key, run in compiled.items()
             }
-            if compiled:
-                programs["dense"] = functools.partial(dense, *operands)
-            seconds, failed = timing.measure(programs, options.rounds)
+            seconds, failed = timing.measure(programs | dense, options.rounds)
             for key in configs:
                 error = failed.get(key) or failures[key]
                 yield {
@@ -137,6 +133,15 @@ def _layer_records(options, environment, name, gpus):
                     "note": notes.get(key, ""),
                     **({"error": error} if error else {}),
                 }
+
+
+def _dense_program(mesh, shape, tokens, pass_):
+    """The dense product by its name; without it if there is no memory for its operands."""
+    try:
+        operands = jax.block_until_ready(layer.make_dense(mesh, shape, tokens, pass_))
+    except timing.ERRORS:
+        return {}
+    return {"dense": functools.partial(layer.dense_program(mesh), *operands)}
 
 
 def _make_routing(mesh, name, tokens, routing):
