@@ -11,6 +11,10 @@ def training_flops_per_token(config: Qwen3MoEConfig, seq_len: int) -> float:
     Two for each weight that the token meets, and four times the width of the heads for each of
     the (seq_len + 1) / 2 keys that it attends to on average; three times, for the forward pass and
     the two products of the backward pass.
+
+    The count of Chowdhery et al. 2022 (PaLM, https://arxiv.org/abs/2204.02311, appendix B: 6 N + 12
+    L H Q T for a token), with the parameters that a token meets as N, of its experts the top k, and
+    half of the attention, which is causal.
     """
     hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim

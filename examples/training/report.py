@@ -47,11 +47,12 @@ class MetricsFile:
 
 
 def summary(records: list[dict], *, flops_per_token: float, devices: int, skip: int = 5) -> dict:
-    """Median step time without the first `skip` steps, and the rates that follow from it.
+    """Median step time, and the rates that follow from it.
 
+    The first `skip` steps are left out, or all but the last where there are no more.
     "tflops_per_device" counts the model's arithmetic once: no recomputation, no optimiser.
     """
-    timed = records[skip:] or records
+    timed = records[min(skip, len(records) - 1) :]
     seconds = statistics.median(r["step_s"] for r in timed)
     tokens = statistics.median(r["tokens_per_s"] for r in timed)
     return {
