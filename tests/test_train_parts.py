@@ -115,6 +115,8 @@ def test_summary_leaves_out_the_first_steps():
     out = report.summary(records, flops_per_token=4e12, devices=2, skip=1)
     assert (out["step_s"], out["steps_timed"], out["tokens_per_s_per_device"]) == (2.0, 3, 25.0)
     assert out["tflops_per_device"] == 100.0
+    short = report.summary(records[:2], flops_per_token=1.0, devices=1)
+    assert (short["step_s"], short["steps_timed"]) == (2.0, 1)
     assert report.summary(records[:1], flops_per_token=1.0, devices=1)["step_s"] == 60.0
 
 
