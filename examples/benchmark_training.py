@@ -43,7 +43,9 @@ class Outcome(NamedTuple):
 
 def arguments(argv=None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what is left over is for the training script
     )
     add = parser.add_argument
     add("--implementations", default="ffi,xla", help="separated by commas (ffi,xla)")
