@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import pathlib
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,8 @@ from jax_megamoe.config import MoEConfig
 
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("ffi", "xla")
+_PEER = "torch"
+_PEER_TIMEOUT_S = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +61,10 @@ def _measure(options, environment) -> Iterator[report.Record]:
         if options.core:
             yield from _core_records(options, environment, name)
         for gpus in options.gpus if options.passes else ():
-            yield from _layer_records(options, environment, name, gpus)
+            if set(options.implementations) - {_PEER}:
+                yield from _layer_records(options, environment, name, gpus)
+            if _PEER in options.implementations:
+                yield from _peer_records(options, environment, name, gpus)
 
 
 def _core_records(options, environment, name):
@@ -89,6 +96,7 @@ def _layer_records(options, environment, name, gpus):
         (i, p): MoEConfig(implementation=i, precision=p)
         for p in options.precisions
         for i in options.implementations
+        if i != _PEER
     }
     why_not = None
     try:
@@ -135,6 +143,41 @@ def _layer_records(options, environment, name, gpus):
                 }
 
 
+def _peer_records(options, environment, name, gpus):
+    """Of the layer in PyTorch, which runs in processes of its own."""
+    shape = layer.SHAPES[name]
+    for routing in options.routings:
+        command = [sys.executable, "-m", "jax_megamoe._bench.torch_layer", f"--gpus={gpus}"]
+        command += [f"--shape={','.join(map(str, shape))}", f"--tokens={options.tokens}"]
+        command += [f"--passes={','.join(options.passes)}", f"--routing={routing}"]
+        command += [f"--rounds={options.rounds}"]
+        results, error = {}, None
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S)
+            if done.returncode:
+                error = (done.stderr.strip().splitlines() or ["no output"])[-1][:400]
+            else:
+                results = json.loads(done.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired as expired:
+            error = str(expired)[-400:]
+        for pass_ in options.passes:
+            measured = results.get(pass_, {})
+            yield {
+                "shape": name,
+                "pass": pass_,
+                "precision": "bf16",
+                "implementation": _PEER,
+                "routing": routing,
+                "gpus": gpus,
+                "tokens_per_gpu": options.tokens,
+                **report.timed(measured.get("seconds"), measured.get("dense_seconds")),
+                "peak_bytes": measured.get("peak_bytes"),
+                **environment,
+                "note": "all-to-all, grouped_mm",
+                **({"error": error} if error else {}),
+            }
+
+
 def _dense_program(mesh, shape, tokens, pass_):
     """The dense product by its name; without it if there is no memory for its operands."""
     try:
@@ -170,9 +213,14 @@ def _parse(arguments):
 
     a_list("--shapes", tuple(layer.SHAPES), shapes, ", ".join(shapes) + ", or tiny")
     a_list("--passes", layer.PASSES, layer.PASSES, ", ".join(layer.PASSES) + "; empty for none")
-    a_list("--implementations", _IMPLEMENTATIONS, _IMPLEMENTATIONS, ", ".join(_IMPLEMENTATIONS))
-    a_list("--routings", layer.ROUTINGS, layer.ROUTINGS, ", ".join(layer.ROUTINGS))
     add = parser.add_argument
+    add(
+        "--implementations",
+        type=_list_of((*_IMPLEMENTATIONS, _PEER)),
+        default=_IMPLEMENTATIONS,
+        help=f"ffi, xla, or {_PEER}, the layer in PyTorch (default: ffi,xla)",
+    )
+    a_list("--routings", layer.ROUTINGS, layer.ROUTINGS, ", ".join(layer.ROUTINGS))
     add(
         "--precisions",
         type=_list_of(_PRECISIONS),

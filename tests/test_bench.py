@@ -93,6 +93,19 @@ def test_later_records_are_appended_and_replace_earlier_ones_in_pictures(tiny, c
     assert [r["pass"] for r in appended[1:]] == ["matrix_core"] * 9
 
 
+def test_the_layer_in_pytorch_is_measured_or_its_absence_recorded(tmp_path):
+    out = tmp_path / "torch.json"
+    arguments = ["--tiny", "--gpus=2", "--rounds=1", "--routings=skewed", f"--out={out}"]
+    assert bench.main([*arguments, "--implementations=torch"]) == 0
+    records = report.read([out])
+    assert [r["pass"] for r in records] == list(layer.PASSES)
+    assert all(set(r) >= _KEYS and r["implementation"] == "torch" for r in records)
+    if importlib.util.find_spec("torch"):
+        assert all(r["ms"] > 0 and r["ratio"] > 0 and "error" not in r for r in records)
+    else:
+        assert {r["error"] for r in records} == {"ModuleNotFoundError: No module named 'torch'"}
+
+
 def test_a_picture_is_of_one_kind_of_device(tiny, tmp_path):
     plot = pytest.importorskip("jax_megamoe._bench.plot")
     records = _records(tiny)

@@ -15,7 +15,7 @@ from jax_megamoe._bench.report import Record
 
 _INK = "#222222"
 _DENSE = "#b8bcc2"
-_COLOURS = {"ffi": "#1b6ca8", "xla": "#e08a2c"}
+_COLOURS = {"ffi": "#1b6ca8", "xla": "#e08a2c", "torch": "#7d5ba6"}
 _ORGANISATIONS = {"cooperative": "#2f8f6b", "ping_pong": "#8cc9ad"}
 _HATCHES = {"bf16": "", "fp8": "//", "mxfp8": "xx", "fp8_bwd": ".."}
 # A bar beyond this many times the tallest dense bar is cut, so that the others can be read.
@@ -221,4 +221,5 @@ def _number(value):
 
 
 def _short(error):
-    return "out of memory" if "RESOURCE_EXHAUSTED" in error else error[:28]
+    no_memory = any(words in error for words in ("RESOURCE_EXHAUSTED", "out of memory"))
+    return "out of memory" if no_memory else error[:28]
