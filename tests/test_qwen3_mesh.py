@@ -1,6 +1,7 @@
 """The Qwen3-MoE on meshes: same loss and gradients everywhere, remat, precision, padding."""
 
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -108,6 +109,17 @@ def test_gradients_lie_as_their_parameters_do_and_replicas_agree():
         for shard in g.addressable_shards:
             first = by_index.setdefault(str(shard.index), np.asarray(shard.data))
             np.testing.assert_array_equal(first, shard.data)
+
+
+def test_no_gradient_is_summed_over_an_axis_of_one_device():
+    mesh = jax.make_mesh((1, 2), ("data", "expert"), (AxisType.Auto,) * 2)
+    model = load_hf(BASE, mesh=mesh)
+    assert_same(run(model), single())
+    graph, state = nnx.split(model)
+    text = _value_and_grad.lower(graph, state, *batch()).as_text()
+    summed = re.findall(r"all_reduce.*?\}\) : \(tensor<(.*?)>\)", text, re.DOTALL)
+    # Vectors of all layers, and not their matrices.
+    assert summed and max(kind.count("x") for kind in summed) == 2
 
 
 @pytest.mark.parametrize("remat", ["none", "save_routing"])
