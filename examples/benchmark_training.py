@@ -1,7 +1,8 @@
 """Trains the same model with several implementations: step time, memory, and how the losses differ.
 
-    python examples/benchmark_training.py --model tiny --steps 200 --sample-tokens 0
-    python examples/benchmark_training.py --model qwen3-30b-a3b --layers 20,16,12 --steps 12 \
+    python examples/benchmark_training.py --model tiny --layers 2 --steps 200 --lr 3e-4 \\
+        --balance aux --sample-tokens 0
+    python examples/benchmark_training.py --model qwen3-30b-a3b --layers 20,16,12 --steps 12 \\
         --time-limit 80 --out results.json
 
 Every run is a process of its own, `train_qwen3_moe.py --no-checkpoint` with the same seed and data;
