@@ -61,14 +61,21 @@ struct Stages {
   Barrier empty[kStages];
 
   // Eight arrivals free a stage: one of each consumer warp under kCooperative, two of each warp of
-  // the owning warpgroup under kPingPong.
-  __device__ void init() {
+  // the owning warpgroup under kPingPong. `arrivals` fill it.
+  __device__ void init(int arrivals) {
     for (int s = 0; s < kStages; ++s) {
-      full[s].init(1);
+      full[s].init(arrivals);
       empty[s].init(8);
     }
   }
 };
+
+// The consumer's number, read where it is needed: it must not take a register of the main loops.
+__device__ __forceinline__ uint32_t warpgroup_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread / kWarpgroup - 1;
+}
 
 // Position in a ring of kSlots: one register, which matters to the consumers.
 template <int kSlots>
@@ -150,13 +157,17 @@ __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index
   if (threadIdx.x % 32 < (kSharing == Sharing::kCooperative ? 1 : 2)) stages.empty[index].arrive();
 }
 
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators], which starts from zero or, with
-// `accumulate`, from what it holds. `warpgroup` is the consumer's number, 0 or 1.
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
+// Multiplies `k_blocks` stages of the ring into d[kAccumulators]. `warpgroup` is the consumer's
+// number, 0 or 1. aside() is called once, if possible while the tensor cores are busy.
 template <Sharing kSharing, Major kA, Major kB, int kRowBlocks = Tile<kSharing>::kRowBlocks,
-          int kStages>
+          class Aside = Nothing, int kStages>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
-                                         uint32_t warpgroup, int k_blocks, bool accumulate,
-                                         float* d) {
+                                         uint32_t warpgroup, int k_blocks, float* d,
+                                         const Aside& aside = {}) {
   constexpr int kN = Tile<kSharing>::kN;
   using Atom = typename Wgmma<kN, kA, kB>::Atom;
   const uint64_t first_row_block = kSharing == Sharing::kCooperative ? warpgroup : 0;
@@ -174,7 +185,7 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kN / 2),
-                    accumulate || kb > 0 || k > 0, std::make_integer_sequence<int, kN / 2>{});
+                    kb > 0 || k > 0, std::make_integer_sequence<int, kN / 2>{});
       }
     }
     cute::warpgroup_commit_batch();
@@ -182,8 +193,10 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
       cute::warpgroup_wait<1>();
       release_stage<kSharing>(stages, (ring.count - 1) % kStages);
     }
+    if (kb == 1) aside();
     ring.advance();
   }
+  if (k_blocks < 2) aside();
   if constexpr (kSharing == Sharing::kPingPong) Turns::pass(warpgroup);
   cute::warpgroup_wait<0>();
   fence_accumulators<kAccumulators<kSharing>>(d);

@@ -64,102 +64,103 @@ __device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s
   s1 = r * a;
 }
 
-// Results leave a warpgroup in boxes of 64 rows x 64 bytes, double-buffered: consumers fill a box,
-// a storer warp writes it by TMA, so that no consumer waits for a store to complete.
-constexpr int kBoxRows = 64;
-constexpr int kBoxRowBytes = 64;
+// Results leave through 2 KB of shared memory of each consumer warp, 16 rows x 128 bytes, so that
+// eight lanes store 128 contiguous bytes of a row. The stores are not waited for. (TMA stores were
+// measured to cost more: a box's buffer is free again only after about a microsecond, and there is
+// no room for enough of them.)
+constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
 
-struct StoreQueue {
-  alignas(512) uint8_t box[2][kBoxRows * kBoxRowBytes];
-  Barrier full[2];
-  Barrier empty[2];
+struct WarpBuffers {
+  alignas(1024) uint8_t rows[kConsumerWarps][16 * 128];
 
-  __device__ void init() {
-    for (int i = 0; i < 2; ++i) {
-      full[i].init(kWarpgroup);
-      empty[i].init(1);
-    }
+  __device__ __forceinline__ uint8_t* here() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return rows[thread / 32 - 4];
   }
 };
 
-// Byte offset of a 16-byte chunk in a box (64-byte TMA swizzle).
-__device__ __forceinline__ int box_offset(int row, int chunk) {
-  return row * kBoxRowBytes + ((chunk ^ ((row >> 1) & 3)) << 4);
+// Byte offset of a 16-byte chunk of a row (128-byte swizzle).
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
-// Consumer side; `count` is the number of boxes that this warpgroup has filled so far.
-__device__ __forceinline__ uint8_t* acquire_box(StoreQueue& queue, uint32_t count) {
-  queue.empty[count & 1].wait(((count >> 1) & 1) ^ 1);
-  return queue.box[count & 1];
-}
+// Where rows of a warp's tile go when they lie at equal distances: this lane's 16 bytes of the
+// first of them.
+struct RowAddress {
+  uint8_t* first;
+  uint32_t step;  // bytes, four rows on
 
-__device__ __forceinline__ void commit_box(StoreQueue& queue, uint32_t& count) {
-  cutlass::arch::fence_view_async_shared();
-  queue.full[count & 1].arrive();
-  ++count;
-}
+  __device__ __forceinline__ RowAddress(void* matrix, int64_t row, int columns, int column,
+                                        int element_bytes)
+      : first(static_cast<uint8_t*>(matrix) +
+              ((row + lane_here() / 8) * columns + column) * element_bytes + lane_here() % 8 * 16),
+        step(4u * columns * element_bytes) {}
+};
 
-// Fills one box with 32 bf16 columns, values d[0..16) of the 64-row block.
-__device__ __forceinline__ void fill_box(uint8_t* box, const float* d) {
+// Copies the buffer's rows, 16 bytes a lane at a time: copy(i, bytes) gets those of row
+// 4 i + lane / 8, chunk lane % 8.
+template <int kUnroll = 2, class Copy>
+__device__ __forceinline__ void for_rows(const uint8_t* buffer, const Copy& copy) {
+  __syncwarp();
   const int lane = lane_here();
-  const int row = threadIdx.x % kWarpgroup / 32 * 16 + fragment_row(lane);
+#pragma unroll kUnroll
+  for (int i = 0; i < 4; ++i) {
+    copy(i, *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8)));
+  }
+  __syncwarp();
+}
+
+// Stores the buffer's rows `offset` bytes from `to`, if they are `inside` the matrix. (A branch
+// around an epilogue's parts would make the compiler move accumulators.)
+__device__ __forceinline__ void store_rows(const uint8_t* buffer, const RowAddress& to,
+                                           int offset = 0, bool inside = true) {
+  for_rows(buffer, [&](int i, const uint4& bytes) {
+    if (inside) *reinterpret_cast<uint4*>(to.first + offset + i * to.step) = bytes;
+  });
+}
+
+// Fills the buffer with 64 columns, values d[0..32), of the warp's 16 rows as bf16.
+__device__ __forceinline__ void fill_64_columns(const float* d, uint8_t* buffer) {
+  const int lane = lane_here();
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    store_16_columns(d + 8 * j, box + box_offset(row, 2 * j + fragment_chunk(lane)));
+  for (int j = 0; j < 4; ++j) {
+    store_16_columns(d + 8 * j,
+                     buffer + swizzled(fragment_row(lane), 2 * j + fragment_chunk(lane)));
   }
 }
 
-// Fills one box with 32 bf16 columns that are packed already: pair 2 b + h is columns 8 b and row
-// half h of the accumulator layout.
-__device__ __forceinline__ void fill_box(uint8_t* box, const uint32_t (&pairs)[8]) {
+// Fills the buffer with 32 columns, values d[0..16), of the warp's 16 rows as f32.
+__device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buffer) {
   const int lane = lane_here();
-  const int row = threadIdx.x % kWarpgroup / 32 * 16 + fragment_row(lane);
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const uint32_t* p = pairs + 4 * j;
-    cute::SM90_U32x4_STSM_N::copy(
-        p[0], p[1], p[2], p[3],
-        *reinterpret_cast<cute::uint128_t*>(box + box_offset(row, 2 * j + fragment_chunk(lane))));
-  }
-}
-
-// Fills one box with 16 f32 columns, values d[0..8) of the 64-row block.
-__device__ __forceinline__ void fill_box_f32(uint8_t* box, const float* d) {
-  const int lane = lane_here();
-  const int row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int b = 0; b < 2; ++b) {
+  for (int b = 0; b < 4; ++b) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int chunk = 2 * b + lane % 4 / 2;
-      *reinterpret_cast<float2*>(box + box_offset(row + 8 * h, chunk) + lane % 2 * 8) =
+      *reinterpret_cast<float2*>(buffer + swizzled(lane / 4 + 8 * h, 2 * b + lane % 4 / 2) +
+                                 lane % 2 * 8) =
           make_float2(d[4 * b + 2 * h], d[4 * b + 2 * h + 1]);
     }
   }
+}
+
+// The same for f32; with `add`, onto what is there.
+__device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowAddress& to,
+                                               int offset, bool inside, bool add) {
+  for_rows<1>(buffer, [&](int i, const uint4& bytes) {
+    float4* at = reinterpret_cast<float4*>(to.first + offset + i * to.step);
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (inside && add) sum = *at;
+    sum.x += __uint_as_float(bytes.x), sum.y += __uint_as_float(bytes.y);
+    sum.z += __uint_as_float(bytes.z), sum.w += __uint_as_float(bytes.w);
+    if (inside) *at = sum;
+  });
 }
 
 // Waits until the bulk stores of this thread, but the newest kPending groups, have been written.
 template <int kPending>
 __device__ __forceinline__ void wait_bulk_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Storer side, one thread: writes `boxes` boxes with write(i, box) and returns once they are in
-// memory. `count` as above.
-template <class Write>
-__device__ __forceinline__ void drain_boxes(StoreQueue& queue, uint32_t& count, int boxes,
-                                            Write write) {
-  for (int i = 0; i < boxes; ++i, ++count) {
-    queue.full[count & 1].wait((count >> 1) & 1);
-    write(i, queue.box[count & 1]);
-    cute::tma_store_arrive();
-    if (i > 0) {
-      cute::tma_store_wait<1>();
-      queue.empty[(count - 1) & 1].arrive();
-    }
-  }
-  wait_bulk_stores<0>();
-  queue.empty[(count - 1) & 1].arrive();
 }
 
 }  // namespace megamoe

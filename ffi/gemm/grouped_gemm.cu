@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
-constexpr int kStorers = kConsumerWarpgroups;
 constexpr int kMaxGroups = 256;
 
 struct Work {
@@ -21,17 +20,18 @@ struct Work {
 
 struct Shared {
   Stages<kStages> stages;
-  StoreQueue store[kConsumerWarpgroups];
+  WarpBuffers buffers;
   TileRing<Work, kTileSlots> tiles;
   int32_t tile_start[kMaxGroups + 1];
 };
 
 struct Maps {
-  CUtensorMap a0, a1, b0, b1, out;
+  CUtensorMap a0, a1, b0, b1;
 };
 
 struct Geometry {
   int groups, column_tiles, row_tiles, k_blocks;
+  int out_columns;
 };
 
 template <Product kProduct>
@@ -99,11 +99,11 @@ __device__ __forceinline__ Work place_work(const Geometry& geometry, const int* 
 template <Product kProduct, Sharing kSharing>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Maps maps, Geometry geometry,
-                        const int32_t* __restrict__ tile_starts, int32_t* counter) {
+                        const int32_t* __restrict__ tile_starts, int32_t* counter,
+                        __nv_bfloat16* out) {
   constexpr int kTileN = Tile<kSharing>::kN;
   constexpr int kOutN = kProduct == Product::kGateUp ? kTileN / 2 : kTileN;
   constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
-  constexpr int kBoxes = kRowBlocks * kOutN / 32;
   constexpr bool kAlternate = kSharing == Sharing::kPingPong;
   // Of the register pool of 64,512; a larger sum never returns from setmaxnreg.
   constexpr int kProducerRegisters = kAlternate ? 56 : 80;
@@ -113,9 +113,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    shared.stages.init();
-    for (auto& queue : shared.store) queue.init();
-    shared.tiles.init(kConsumerWarpgroups * 4 + kStorers);
+    shared.stages.init(1);
+    shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   int32_t* tile_start = shared.tile_start;
@@ -145,31 +144,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           ring.advance();
         }
       }
-    } else if (warp == 1 || warp == 2) {
-      const uint32_t owner = warp - 1;
-      RingState<kTileSlots> tile_ring;
-      uint32_t boxes = 0;
-      for (;; shared.tiles.next(tile_ring)) {
-        const Work& work = shared.tiles.peek(tile_ring);
-        if (work.k_blocks < 0) break;
-        if (kAlternate && tile_ring.count % 2 != owner) continue;
-        if (threadIdx.x % 32 == 0) {
-          drain_boxes(shared.store[owner], boxes, kBoxes, [&](int i, const void* box) {
-            const int column = work.place.n * kOutN + i % (kOutN / 32) * 32;
-            const int row =
-                work.place.m * kTileM + (kAlternate ? i / (kOutN / 32) : owner) * kBoxRows;
-            cute::SM90_TMA_STORE_2D::copy(&maps.out, box, column, row);
-          });
-        }
-      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     const uint32_t warpgroup = warp / 4 - 1;
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    StoreQueue& queue = shared.store[warpgroup];
-    uint32_t boxes = 0;
+    uint8_t* buffer = shared.buffers.here();
     float acc[kAccumulators<kSharing>] = {};
     if (kAlternate) Turns::start(warpgroup, 0);
     for (;; shared.tiles.next(tile_ring)) {
@@ -184,24 +165,27 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (float& value : acc) value = 0.0f;
       }
       multiply<kSharing, Majors<kProduct>::kA, Majors<kProduct>::kB>(shared.stages, ring, warpgroup,
-                                                                     work.k_blocks, false, acc);
+                                                                     work.k_blocks, acc);
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
+        const int row = work.place.m * kTileM + (kAlternate ? m : warpgroup) * 64 +
+                        threadIdx.x % kWarpgroup / 32 * 16;
+        const int column = work.place.n * kOutN;
+        const RowAddress to(out, row, geometry.out_columns, column, 2);
 #pragma unroll
-        for (int c = 0; c < kOutN / 32; ++c) {
-          float* d = acc + m * (kTileN / 2) + 16 * c;
+        for (int c = 0; c < kOutN / 64; ++c) {
+          float* d = acc + m * (kTileN / 2) + 32 * c;
           if constexpr (kProduct == Product::kGateUp) {
 #pragma unroll
-            for (int i = 0; i < 16; i += 2) {
+            for (int i = 0; i < 32; i += 2) {
               float s[2];
               sigmoid2(d[i], d[i + 1], s[0], s[1]);
               d[i] *= s[0] * d[kTileN / 4 + i];
               d[i + 1] *= s[1] * d[kTileN / 4 + i + 1];
             }
           }
-          uint8_t* box = acquire_box(queue, boxes);
-          fill_box(box, d);
-          commit_box(queue, boxes);
+          fill_64_columns(d, buffer);
+          store_rows(buffer, to, 128 * c, column + 64 * c < geometry.out_columns);
         }
       }
     }
@@ -215,7 +199,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   Maps maps{};
   Geometry geometry{};
   geometry.groups = static_cast<int>(call.groups);
-  int64_t out_rows = call.rows, out_columns = 0, out_tile = kTileN;
+  int64_t out_columns = 0, out_tile = kTileN;
   if (call.groups > kMaxGroups) return "at most 256 groups";
   std::string error;
   const auto check = [&](std::string e) {
@@ -246,13 +230,12 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
     check(encode_k_major(&maps.b1, call.b1, call.groups, h, i, kTileN));
   } else {
     out_columns = i;
-    out_rows = call.groups * h;
     geometry.row_tiles = static_cast<int>(h / kTileM);
     check(encode_mn_major(&maps.a0, call.a0, 1, call.rows, h, kTileM));
     check(encode_mn_major(&maps.b0, call.b0, 1, call.rows, i, kTileN));
   }
   geometry.column_tiles = static_cast<int>((out_columns + out_tile - 1) / out_tile);
-  check(encode_store(&maps.out, call.out, out_rows, out_columns, kBoxRows));
+  geometry.out_columns = static_cast<int>(out_columns);
   if (!error.empty()) return error;
 
   int device = 0, sms = 0;
@@ -262,8 +245,8 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(sizeof(Shared)));
   if (status == cudaSuccess) {
-    kernel<<<sms, kThreads, sizeof(Shared), stream>>>(maps, geometry, call.tile_start,
-                                                      call.counter);
+    kernel<<<sms, kThreads, sizeof(Shared), stream>>>(maps, geometry, call.tile_start, call.counter,
+                                                      static_cast<__nv_bfloat16*>(call.out));
     status = cudaGetLastError();
   }
   return status == cudaSuccess ? "" : cudaGetErrorString(status);

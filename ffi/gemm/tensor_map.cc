@@ -54,19 +54,4 @@ std::string encode_mn_major(CUtensorMap* map, const void* matrix, int64_t batch,
                    CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-std::string encode_store(CUtensorMap* map, void* matrix, int64_t rows, int64_t columns,
-                         int box_rows) {
-  return encode<2>(map, matrix, {u(columns), u(rows)}, {u(columns * 2)},
-                   {32, static_cast<cuuint32_t>(box_rows)}, CU_TENSOR_MAP_SWIZZLE_64B);
-}
-
-std::string encode_batch_store(CUtensorMap* map, void* matrix, bool is_f32, int64_t batch,
-                               int64_t rows, int64_t columns) {
-  const int64_t size = is_f32 ? 4 : 2;
-  return encode<3>(map, matrix, {u(columns), u(rows), u(batch)},
-                   {u(columns * size), u(rows * columns * size)},
-                   {static_cast<cuuint32_t>(64 / size), 64, 1}, CU_TENSOR_MAP_SWIZZLE_64B,
-                   is_f32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
-}
-
 }  // namespace megamoe

@@ -53,17 +53,24 @@ struct TileRing {
       empty[s].init(readers);
     }
   }
-  // One thread.
+  // One warp, or its first thread.
   __device__ __forceinline__ void push(RingState<kSlots>& at, const Work& next) {
     empty[at.index()].wait(at.phase() ^ 1);
-    work[at.index()] = next;
-    full[at.index()].arrive();
+    if (threadIdx.x % 32 == 0) {
+      work[at.index()] = next;
+      full[at.index()].arrive();
+    }
     at.advance();
   }
   // A warp: the work at its place in the ring, which stays readable until the warp moves on. One
   // lane of each warp counts as a reader.
   __device__ __forceinline__ const Work& peek(const RingState<kSlots>& at) {
     full[at.index()].wait(at.phase());
+    return work[at.index()];
+  }
+  // The same, read again: what is derived from it must not take a register of the main loops.
+  __device__ __forceinline__ const Work& here(RingState<kSlots>& at) const {
+    asm volatile("" : "+r"(at.count));
     return work[at.index()];
   }
   __device__ __forceinline__ void next(RingState<kSlots>& at) {

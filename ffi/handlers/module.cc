@@ -19,6 +19,7 @@
 
 #ifdef MEGAMOE_WITH_CUDA
 #include "ffi/handlers/cuda_handlers.h"
+#include "ffi/kernels/kernels.h"
 #include "ffi/workspace/cuda_workspace.h"
 #endif
 
@@ -221,6 +222,9 @@ NB_MODULE(_ffi, m) {
     const std::string refusal = fill_cuda_workspace(key, byte);
     if (!refusal.empty()) throw nb::value_error(refusal.c_str());
   });
+  // See ffi/kernels/timeline.cuh.
+  m.def("forward_timeline", forward_timeline);
+  m.def("backward_timeline", backward_timeline);
 #endif
   m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,

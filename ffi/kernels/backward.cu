@@ -19,32 +19,22 @@ std::string encode_maps(const BackwardCall& call, const Launch& launch, Backward
   char* gate = launch.at<char>(at.gate_pool);
   char* up = launch.at<char>(at.up_pool);
   char* act = launch.at<char>(at.act_pool);
-  float* carried = launch.at<float>(at.carried);
   constexpr int kN = Backward::kN;
   for (const std::string& error :
        {encode_k_major(&maps.x_rows, x, 1, capacity, h, kTileM),
+        encode_k_major(&maps.dy_rows, dy, 1, capacity, h, kTileM),
         encode_mn_major(&maps.gate_columns, call.w_gate, experts, h, i, Backward::kRecomputeN),
         encode_mn_major(&maps.up_columns, call.w_up, experts, h, i, Backward::kRecomputeN),
-        encode_store(&maps.gate_store, gate, capacity, i, kBoxRows),
-        encode_store(&maps.up_store, up, capacity, i, kBoxRows),
-        encode_k_major(&maps.dy_rows, dy, 1, capacity, h, kTileM),
         encode_k_major(&maps.down_rows, call.w_down, experts, i, h, Backward::kHiddenN),
-        encode_store(&maps.act_store, act, capacity, i, kBoxRows),
-        encode_k_major(&maps.dgate_rows, gate, 1, capacity, i, kTileM),
-        encode_k_major(&maps.dup_rows, up, 1, capacity, i, kTileM),
+        encode_k_major(&maps.gate_pool_rows, gate, 1, capacity, i, kTileM),
+        encode_k_major(&maps.up_pool_rows, up, 1, capacity, i, kTileM),
         encode_k_major(&maps.gate_rows, call.w_gate, experts, h, i, kN),
         encode_k_major(&maps.up_rows, call.w_up, experts, h, i, kN),
         encode_mn_major(&maps.x_columns, x, 1, capacity, h, kTileM),
+        encode_mn_major(&maps.dy_columns, dy, 1, capacity, h, kN),
         encode_mn_major(&maps.act_columns, act, 1, capacity, i, kTileM),
         encode_mn_major(&maps.dgate_columns, gate, 1, capacity, i, kN),
-        encode_mn_major(&maps.dup_columns, up, 1, capacity, i, kN),
-        encode_mn_major(&maps.dy_columns, dy, 1, capacity, h, kN),
-        encode_batch_store(&maps.dw[0], call.dw_gate, call.dw_is_f32, experts, h, i),
-        encode_batch_store(&maps.dw[1], call.dw_up, call.dw_is_f32, experts, h, i),
-        encode_batch_store(&maps.dw[2], call.dw_down, call.dw_is_f32, experts, i, h),
-        encode_batch_store(&maps.carried[0], carried, true, 2, h, i),
-        encode_batch_store(&maps.carried[1], carried + 2 * h * i, true, 2, h, i),
-        encode_batch_store(&maps.carried[2], carried + 4 * h * i, true, 2, i, h)}) {
+        encode_mn_major(&maps.dup_columns, up, 1, capacity, i, kN)}) {
     if (!error.empty()) return error;
   }
   return "";
@@ -69,8 +59,9 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
                     launch.progress(kArrivedX)};
   args.source[1] = {launch.board->dy, launch.at<char>(layout.common.dy_pool),
                     launch.progress(kArrivedDy)};
-  args.gate_pool = launch.at<const __nv_bfloat16>(layout.common.gate_pool);
-  args.up_pool = launch.at<const __nv_bfloat16>(layout.common.up_pool);
+  args.gate_pool = launch.at<__nv_bfloat16>(layout.common.gate_pool);
+  args.up_pool = launch.at<__nv_bfloat16>(layout.common.up_pool);
+  args.act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);
   args.gate_up_done = launch.progress(kGateUpDone);
@@ -80,7 +71,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.intermediate = call.shape.intermediate;
   args.swiglu_limit = call.swiglu_limit;
   args.dw_is_f32 = call.dw_is_f32;
-  args.carried = launch.at<const float>(layout.common.carried);
+  args.carried = launch.at<float>(layout.common.carried);
   args.dw[0] = call.dw_gate;
   args.dw[1] = call.dw_up;
   args.dw[2] = call.dw_down;
@@ -103,6 +94,8 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
       plan.ranks * plan.local_experts, call.d_expert_weights);
   return status_text(cudaGetLastError());
 }
+
+std::vector<uint64_t> backward_timeline() { return copy_timeline(); }
 
 std::string load_backward_kernels() {
   cudaFuncAttributes attributes;

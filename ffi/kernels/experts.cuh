@@ -1,8 +1,8 @@
 // The expert path of one round as one persistent kernel.
 //
 // 384 threads a CTA, one CTA an SM. The first warpgroup feeds: a loader thread (claims tiles, loads
-// operands by TMA), a puller warp (fetches token rows from their owners), two storer warps (write
-// activation tiles). The other two warpgroups multiply.
+// operands by TMA) and a puller warp (fetches token rows from their owners). The other two
+// warpgroups multiply and store.
 //
 //   pull      x row of a source token -> every pool row that needs it     (puller, bulk copies)
 //   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool
@@ -17,9 +17,11 @@
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
+#include "ffi/kernels/announce.cuh"
 #include "ffi/kernels/pull.cuh"
 #include "ffi/kernels/push.cuh"
 #include "ffi/kernels/sync.cuh"
+#include "ffi/kernels/timeline.cuh"
 #include "ffi/plan/plan.h"
 
 namespace megamoe {
@@ -29,7 +31,7 @@ constexpr int kTileSlots = 4;
 constexpr int kGateUpColumns = 128;
 
 struct ExpertsMaps {
-  CUtensorMap x_pool, gate, up, act_store, act_pool, down;
+  CUtensorMap x_pool, gate, up, act_pool, down;
 };
 
 struct ExpertsArgs {
@@ -40,6 +42,7 @@ struct ExpertsArgs {
   PullSource source[1];
   const float* row_weight;
   const uint64_t* row_target;
+  __nv_bfloat16* act_pool;
   int32_t* activated;
   int32_t hidden, intermediate;
   int32_t round;
@@ -51,11 +54,12 @@ enum class Kind : int32_t { kGateUp, kDown, kEnd };
 struct Work {
   Kind kind;
   TilePlace place;
+  int32_t rows;  // of the tile that are not padding; a 64-row half of padding is not multiplied
 };
 
 struct ExpertsShared {
   Stages<kStages> stages;
-  StoreQueue store[kConsumerWarpgroups];
+  WarpBuffers buffers;
   PullBuffers pull;
   TileRing<Work, kTileSlots> tiles;
   // Of the round's window, in tiles and rows from its first.
@@ -63,8 +67,10 @@ struct ExpertsShared {
   int32_t row_end[kMaxLocalExperts];
 };
 
-template <Sharing kDownSharing>
+static_assert(sizeof(ExpertsShared) <= 232448);
+
 struct Experts {
+  static constexpr Sharing kDownSharing = Sharing::kPingPong;
   static constexpr int kDownN = Tile<kDownSharing>::kN;
 
   const ExpertsMaps& maps;
@@ -94,22 +100,23 @@ struct Experts {
     const int tiles = shared.tile_start[experts];
     const int gate_up = tiles * gate_up_columns();
     const int down_columns = (args.hidden + kDownN - 1) / kDownN;
-    if (index < gate_up) {
-      return {Kind::kGateUp, place_tile(shared.tile_start, experts, gate_up_columns(), index)};
-    }
-    index -= gate_up;
-    if (index >= tiles * down_columns) return {Kind::kEnd, {}};
-    return {Kind::kDown, place_tile(shared.tile_start, experts, down_columns, index)};
+    const bool down = index >= gate_up;
+    if (down) index -= gate_up;
+    if (down && index >= tiles * down_columns) return {Kind::kEnd, {}, 0};
+    const TilePlace place =
+        place_tile(shared.tile_start, experts, down ? down_columns : gate_up_columns(), index);
+    return {down ? Kind::kDown : Kind::kGateUp, place,
+            min(kTileM, shared.row_end[place.group] - place.m * kTileM)};
   }
 
   // Rows or parts that a tile waits for, and how many it needs.
   __device__ const int32_t* awaited(const Work& work, const Pieces& pieces, int& wanted) const {
     const int m = work.place.m;
     if (work.kind == Kind::kDown) {
-      wanted = gate_up_columns() * kConsumerWarpgroups;
+      wanted = gate_up_columns() * kConsumerWarps;
       return &args.activated[m];
     }
-    wanted = min(kTileM, shared.row_end[work.place.group] - m * kTileM) * pieces.count;
+    wanted = work.rows * pieces.count;
     return &args.source[0].arrived[m];
   }
 
@@ -151,7 +158,7 @@ struct Experts {
       const int index = atomicAdd(&args.board->tile_claim, 1);
       if (!next_ready) {
         const bool down = work.kind == Kind::kDown;
-        wait_for_count(counter, wanted, args.directory, args.board->rank,
+        wait_for_count(counter, wanted, args.directory, *args.board,
                        down ? Phase::kDown : Phase::kGateUp, work.place.m);
         fence_bulk_copies();
       }
@@ -171,28 +178,6 @@ struct Experts {
         load_stage(work, kb, ring.index());
         ring.advance();
       }
-    }
-  }
-
-  // ---- storer warps ---------------------------------------------------------------------------
-
-  __device__ void store(int warpgroup) {
-    RingState<kTileSlots> tile_ring;
-    uint32_t boxes = 0;
-    for (;; shared.tiles.next(tile_ring)) {
-      const Work& work = shared.tiles.peek(tile_ring);
-      if (work.kind == Kind::kEnd) return;
-      if (work.kind == Kind::kDown || threadIdx.x % 32 != 0) continue;
-      const TilePlace tile = work.place;
-      if (tile_rows(tile) > warpgroup * kBoxRows) {
-        drain_boxes(
-            shared.store[warpgroup], boxes, kGateUpColumns / 32, [&](int i, const void* box) {
-              cute::SM90_TMA_STORE_2D::copy(&maps.act_store, box, tile.n * kGateUpColumns + i * 32,
-                                            tile.m * kTileM + warpgroup * kBoxRows);
-            });
-      }
-      fence_bulk_copies();
-      add_release_device(&args.activated[tile.m], 1);
     }
   }
 
@@ -218,58 +203,57 @@ struct Experts {
     }
   }
 
-  // Rows of the tile that are not padding. A 64-row half of padding is not multiplied.
-  __device__ int tile_rows(const TilePlace& tile) const {
-    return min(kTileM, shared.row_end[tile.group] - tile.m * kTileM);
-  }
-
-  __device__ __forceinline__ void gate_up_tile(const TilePlace& tile, int warpgroup,
-                                               RingState<kStages>& ring, uint32_t& boxes,
+  __device__ __forceinline__ void gate_up_tile(const Work& work, int warpgroup,
+                                               RingState<kStages>& ring, Announcer& announcer,
                                                float* acc) {
-    if (tile_rows(tile) <= warpgroup * 64) return skip(shared.stages, ring, args.hidden / kBlockK);
-    const int row = first_row() + tile.m * kTileM + warpgroup * 64 +
-                    threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-    const float weight[2] = {args.row_weight[row], args.row_weight[row + 8]};
-    multiply<Sharing::kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup,
-                                                         args.hidden / kBlockK, false, acc);
-    // Columns 0-127 of the tile are gate, 128-255 up: a thread holds matching pairs.
-    StoreQueue& queue = shared.store[warpgroup];
+    if (work.rows <= warpgroup * 64) {
+      announcer.announce();
+      skip(shared.stages, ring, args.hidden / kBlockK);
+    } else {
+      const int first = work.place.m * kTileM + warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+      const float* weights = args.row_weight + first_row() + first + threadIdx.x % 32 / 4;
+      const float weight[2] = {weights[0], weights[8]};
+      multiply<Sharing::kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup,
+                                                           args.hidden / kBlockK, acc,
+                                                           [&] { announcer.announce(); });
+      // Columns 0-127 of the tile are gate, 128-255 up: a thread holds matching pairs.
+      uint8_t* buffer = shared.buffers.here();
 #pragma unroll
-    for (int c = 0; c < kGateUpColumns / 32; ++c) {
-      float* d = acc + 16 * c;
-      swiglu(d, d + 64, weight);
-      uint8_t* box = acquire_box(queue, boxes);
-      fill_box(box, d);
-      commit_box(queue, boxes);
+      for (int c = 0; c < kGateUpColumns / 64; ++c) {
+        const int column = work.place.n * kGateUpColumns + 64 * c;
+        float* d = acc + 32 * c;
+        swiglu(d, d + 64, weight);
+        swiglu(d + 16, d + 80, weight);
+        fill_64_columns(d, buffer);
+        store_rows(buffer, RowAddress(args.act_pool, first, args.intermediate, column, 2), 0,
+                   column < args.intermediate);
+      }
     }
+    announcer.set(&args.activated[work.place.m]);
   }
 
-  __device__ __forceinline__ void down_tile(const TilePlace& tile, int warpgroup,
+  __device__ __forceinline__ void down_tile(RingState<kTileSlots>& tile_ring,
                                             RingState<kStages>& ring, float* acc) {
-    constexpr int kRowBlocks = Tile<kDownSharing>::kRowBlocks;
     const int k_blocks = args.intermediate / kBlockK;
-    const bool half = tile_rows(tile) <= 64;
-    if (kDownSharing == Sharing::kCooperative && half && warpgroup == 1) {
-      return skip(shared.stages, ring, k_blocks);
-    }
-    if (kRowBlocks == 2 && half) {
-      multiply<kDownSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup, k_blocks,
-                                                     false, acc);
-    } else {
-      multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup, k_blocks, false,
+    if (shared.tiles.here(tile_ring).rows > 64) {
+      multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup_here(), k_blocks,
                                                   acc);
+    } else {
+      multiply<kDownSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup_here(),
+                                                     k_blocks, acc);
     }
+    const Work& work = shared.tiles.here(tile_ring);
     const int warp = threadIdx.x % kWarpgroup / 32;
-    const int first =
-        tile.m * kTileM + warp * 16 + (kDownSharing == Sharing::kCooperative ? warpgroup * 64 : 0);
-    uint8_t* buffer = shared.store[warpgroup].box[0] + warp * 2048;
+    uint8_t* buffer = shared.buffers.here();
 #pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      const int row = first + m * 64 + lane_here() % 16;
+    for (int m = 0; m < Tile<kDownSharing>::kRowBlocks; ++m) {
+      const int row = m * 64 + warp * 16 + lane_here() % 16;
       const uint64_t target =
-          row < shared.row_end[tile.group] ? args.row_target[first_row() + row] : 0;
-      if (m == 0 || !half)
-        push_rows<kDownN>(acc + m * (kDownN / 2), buffer, target, tile.n * kDownN, args.hidden);
+          row < work.rows ? args.row_target[first_row() + work.place.m * kTileM + row] : 0;
+      if (m * 64 < work.rows) {
+        push_rows<kDownN>(acc + m * (kDownN / 2), buffer, target, work.place.n * kDownN,
+                          args.hidden);
+      }
     }
   }
 
@@ -277,49 +261,46 @@ struct Experts {
   // of one take no registers in the other; each loop's accumulators start defined for the same
   // reason.
   __device__ void consume(uint32_t warpgroup) {
+    mark(0);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    uint32_t boxes = 0;
     {
+      Announcer announcer;
       float acc[kAccumulators<Sharing::kCooperative>] = {};
       for (;; shared.tiles.next(tile_ring)) {
         const Work& work = shared.tiles.peek(tile_ring);
         if (work.kind != Kind::kGateUp) break;
-        gate_up_tile(work.place, warpgroup, ring, boxes, acc);
+        gate_up_tile(work, warpgroup, ring, announcer, acc);
       }
+      announcer.announce();
     }
-    // From here on the boxes are the warps' own: the last stores have read them.
-    acquire_box(shared.store[warpgroup], boxes);
-    acquire_box(shared.store[warpgroup], boxes + 1);
+    mark(1);
     float acc[kAccumulators<kDownSharing>] = {};
-    if (kDownSharing == Sharing::kPingPong) Turns::start(warpgroup, tile_ring.count % 2);
+    Turns::start(warpgroup, tile_ring.count % 2);
     for (;; shared.tiles.next(tile_ring)) {
-      const Work& work = shared.tiles.peek(tile_ring);
-      if (work.kind == Kind::kEnd) break;
-      if (kDownSharing == Sharing::kPingPong && tile_ring.count % 2 != warpgroup) {
-        ring.advance(args.intermediate / kBlockK);
+      if (shared.tiles.peek(tile_ring).kind == Kind::kEnd) break;
+      if (tile_ring.count % 2 == warpgroup_here()) {
+        down_tile(tile_ring, ring, acc);
       } else {
-        down_tile(work.place, warpgroup, ring, acc);
+        ring.advance(args.intermediate / kBlockK);
       }
     }
     __threadfence_system();
+    mark(2);
   }
 };
 
-template <Sharing kDownSharing>
 __global__ void __launch_bounds__(kThreads, 1)
     experts_kernel(const __grid_constant__ ExpertsMaps maps,
                    const __grid_constant__ ExpertsArgs args) {
-  constexpr bool kPingPong = kDownSharing == Sharing::kPingPong;
   extern __shared__ __align__(1024) uint8_t raw[];
   ExpertsShared& shared = *reinterpret_cast<ExpertsShared*>(raw);
-  Experts<kDownSharing> experts{maps, args, shared};
+  Experts experts{maps, args, shared};
   if (args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
-    shared.stages.init();
-    for (auto& queue : shared.store) queue.init();
+    shared.stages.init(1);
     shared.pull.init();
-    shared.tiles.init(kConsumerWarpgroups * 4 + kConsumerWarpgroups);
+    shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   experts.read_window();
@@ -327,16 +308,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kPingPong ? 40 : 80>();
+    cutlass::arch::warpgroup_reg_dealloc<56>();
     if (warp == 0) {
       if (threadIdx.x == 0) experts.load();
     } else if (warp == 1) {
       Puller<1, ExpertsArgs>{args, shared.pull, experts.first_row()}.run();
-    } else {
-      experts.store(warp - 2);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kPingPong ? 232 : 208>();
+    cutlass::arch::warpgroup_reg_alloc<224>();
     experts.consume(warp / 4 - 1);
   }
 }

@@ -1,5 +1,5 @@
 // The backward pass of one round as one persistent kernel, organised as the forward one
-// (experts.cuh): a loader thread, a puller warp, two storer warps, two multiplying warpgroups.
+// (experts.cuh): a loader thread, a puller warp, two multiplying and storing warpgroups.
 //
 //   pull         x and dy rows -> pools
 //   recompute    x_pool @ w_gate, w_up                     -> gate_pool, up_pool
@@ -20,20 +20,22 @@
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
+#include "ffi/kernels/announce.cuh"
 #include "ffi/kernels/pull.cuh"
 #include "ffi/kernels/push.cuh"
 #include "ffi/kernels/sync.cuh"
+#include "ffi/kernels/timeline.cuh"
 #include "ffi/plan/plan.h"
 
 namespace megamoe {
 
 // Named by operand and by the way it is read: rows (K-major) or columns (MN-major).
 struct BackwardMaps {
-  CUtensorMap x_rows, gate_columns, up_columns, gate_store, up_store;          // recompute
-  CUtensorMap dy_rows, down_rows, act_store;                                   // hidden grad
-  CUtensorMap dgate_rows, dup_rows, gate_rows, up_rows;                        // input grad
+  CUtensorMap x_rows, gate_columns, up_columns;                                // recompute
+  CUtensorMap dy_rows, down_rows;                                              // hidden grad
+  CUtensorMap gate_pool_rows, up_pool_rows;                                    // and input grad
+  CUtensorMap gate_rows, up_rows;                                              // input grad
   CUtensorMap x_columns, act_columns, dgate_columns, dup_columns, dy_columns;  // weight grad
-  CUtensorMap dw[3], carried[3];                                               // gate, up, down
 };
 
 struct BackwardArgs {
@@ -41,15 +43,16 @@ struct BackwardArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
-  PullSource source[2];  // x, dy
-  const __nv_bfloat16* gate_pool;
-  const __nv_bfloat16* up_pool;
+  PullSource source[2];      // x, dy
+  __nv_bfloat16* gate_pool;  // [capacity rows, I] each
+  __nv_bfloat16* up_pool;
+  __nv_bfloat16* act_pool;
   const float* row_weight;
   const uint64_t* row_target;
   int32_t* gate_up_done;
   int32_t* hidden_grad_done;
   float* partial_dots;
-  const float* carried;  // [3][2][H, I] f32, down: [I, H]
+  float* carried;  // [3][2][H, I] f32, down: [I, H]
   void* dw[3];
   int32_t hidden, intermediate;
   int32_t round;
@@ -80,13 +83,6 @@ __device__ __forceinline__ int column_tiles(int columns) {
   return (columns + kColumns - 1) / kColumns;
 }
 
-// The consumer's number, read where it is needed: it must not take a register of the main loops.
-__device__ __forceinline__ uint32_t warpgroup_here() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread / kWarpgroup - 1;
-}
-
 struct Backward {
   static constexpr Sharing kPingPong = Sharing::kPingPong;
   static constexpr Sharing kCooperative = Sharing::kCooperative;
@@ -111,15 +107,14 @@ struct Backward {
 
   struct Shared {
     megamoe::Stages<kStages> stages;
-    StoreQueue store[kConsumerWarpgroups];
+    WarpBuffers buffers;
     PullBuffers pull;
     TileRing<Work, kTileSlots> tiles;
     // In rows and tiles from the first of the round.
     int32_t tile_start[kMaxLocalExperts + 1];
     int32_t row_start[kMaxLocalExperts];
     int32_t rows[kMaxLocalExperts];
-    int32_t carried[kMaxLocalExperts];
-    uint32_t boxes[kConsumerWarpgroups];  // boxes filled so far, while no register is free for it
+    int8_t carried[kMaxLocalExperts];
   };
 
   const BackwardMaps& maps;
@@ -140,7 +135,7 @@ struct Backward {
       if (e == experts) continue;
       shared.row_start[e] = start;
       shared.rows[e] = args.plan.expert_rows[e];
-      shared.carried[e] = carried_slot(args, e);
+      shared.carried[e] = static_cast<int8_t>(carried_slot(args, e));
     }
   }
 
@@ -208,31 +203,46 @@ struct Backward {
     return work;
   }
 
-  __device__ void wait_for(const int32_t* counters, int tile, int wanted, Phase phase) const {
-    wait_for_count(&counters[tile], wanted, args.directory, args.board->rank, phase, tile);
+  __device__ void wait_for(const int32_t* counters, const int32_t& tile, int wanted,
+                           Phase phase) const {
+    wait_for_count(&counters[tile], wanted, args.directory, *args.board, phase, tile);
   }
 
   __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
+    constexpr int kParts = kConsumerWarps;
     switch (work.kind) {
       case Kind::kRecompute:
         wait_for(args.source[0].arrived, work.m, work.rows * pieces.count, Phase::kGateUp);
         break;
       case Kind::kHiddenGrad:
         wait_for(args.source[1].arrived, work.m, work.rows * pieces.count, Phase::kHiddenGrad);
-        wait_for(args.gate_up_done, work.m, recompute_columns() * kConsumerWarpgroups,
-                 Phase::kHiddenGrad);
+        wait_for(args.gate_up_done, work.m, recompute_columns() * kParts, Phase::kHiddenGrad);
         break;
       case Kind::kInputGrad:
-        wait_for(args.hidden_grad_done, work.m, hidden_columns() * kConsumerWarpgroups,
-                 Phase::kInputGrad);
+        wait_for(args.hidden_grad_done, work.m, hidden_columns() * kParts, Phase::kInputGrad);
         break;
       default:
         for (int tile = work.row / kTileM; tile * kTileM < work.row + work.rows; ++tile) {
-          wait_for(args.hidden_grad_done, tile, hidden_columns() * kConsumerWarpgroups,
-                   Phase::kWeightGrad);
+          wait_for(args.hidden_grad_done, tile, hidden_columns() * kParts, Phase::kWeightGrad);
         }
     }
     fence_bulk_copies();
+  }
+
+  // Stages behind a hidden-grad tile's k blocks, with 64 columns each of gate and up for its
+  // epilogue.
+  __device__ int epilogue_stages(const Work& work) const {
+    if (work.kind != Kind::kHiddenGrad) return 0;
+    return min(kHiddenN, args.intermediate - work.n * kHiddenN) / kBlockK;
+  }
+
+  __device__ void load_epilogue_stage(const Work& work, int chunk, int stage) {
+    uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
+    using Load3 = cute::SM90_TMA_LOAD_3D;
+    const int column = work.n * kHiddenN + chunk * kBlockK;
+    shared.stages.full[stage].arrive_and_expect_tx(2 * kStageBytesA);
+    Load3::copy(&maps.gate_pool_rows, bar, 0, shared.stages.a[stage], column, work.row, 0);
+    Load3::copy(&maps.up_pool_rows, bar, 0, shared.stages.b[stage], column, work.row, 0);
   }
 
   __device__ void load_stage(const Work& work, int kb, int stage) {
@@ -242,37 +252,38 @@ struct Backward {
     using Load3 = cute::SM90_TMA_LOAD_3D;
     using Load4 = cute::SM90_TMA_LOAD_4D;
     const int k = kb * kBlockK;
-    const bool cooperative = work.kind == Kind::kRecompute || work.kind == Kind::kHiddenGrad;
-    const int bytes_b = cooperative ? kStageBytesB : kN * kBlockK * 2;
-    shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + bytes_b);
+    TransactionBarrier& full = shared.stages.full[stage];
     switch (work.kind) {
       case Kind::kRecompute: {
         const int block = work.n * (kRecomputeN / 64);
+        full.arrive_and_expect_tx(kStageBytesA + kStageBytesB);
         Load3::copy(&maps.x_rows, bar, 0, a, k, work.row, 0);
         Load4::copy(&maps.gate_columns, bar, 0, b, 0, k, block, work.group);
         Load4::copy(&maps.up_columns, bar, 0, b + kStageBytesB / 2, 0, k, block, work.group);
         break;
       }
       case Kind::kHiddenGrad:
+        full.arrive_and_expect_tx(kStageBytesA + kStageBytesB);
         Load3::copy(&maps.dy_rows, bar, 0, a, k, work.row, 0);
         Load3::copy(&maps.down_rows, bar, 0, b, k, work.n * kHiddenN, work.group);
         break;
       case Kind::kInputGrad: {
         const bool up = k >= args.intermediate;
         const int column = up ? k - args.intermediate : k;
-        Load3::copy(up ? &maps.dup_rows : &maps.dgate_rows, bar, 0, a, column, work.row, 0);
+        full.arrive_and_expect_tx(kStageBytesA + kN * kBlockK * 2);
+        Load3::copy(up ? &maps.up_pool_rows : &maps.gate_pool_rows, bar, 0, a, column, work.row, 0);
         Load3::copy(up ? &maps.up_rows : &maps.gate_rows, bar, 0, b, column, work.n * kN,
                     work.group);
         break;
       }
-      default: {
-        const CUtensorMap* left = work.matrix == 2 ? &maps.act_columns : &maps.x_columns;
-        const CUtensorMap* right = work.matrix == 0   ? &maps.dgate_columns
-                                   : work.matrix == 1 ? &maps.dup_columns
-                                                      : &maps.dy_columns;
-        Load4::copy(left, bar, 0, a, 0, work.row + k, work.m * (kTileM / 64), 0);
-        Load4::copy(right, bar, 0, b, 0, work.row + k, work.n * (kN / 64), 0);
-      }
+      default:
+        full.arrive_and_expect_tx(kStageBytesA + kN * kBlockK * 2);
+        Load4::copy(work.matrix == 2 ? &maps.act_columns : &maps.x_columns, bar, 0, a, 0,
+                    work.row + k, work.m * (kTileM / 64), 0);
+        Load4::copy(work.matrix == 0   ? &maps.dgate_columns
+                    : work.matrix == 1 ? &maps.dup_columns
+                                       : &maps.dy_columns,
+                    bar, 0, b, 0, work.row + k, work.n * (kN / 64), 0);
     }
   }
 
@@ -287,100 +298,64 @@ struct Backward {
       const Work& work = shared.tiles.work[loading.index()];
       if (work.kind == Kind::kEnd) return;
       wait_for_operands(work, pieces);
-      const int look_ahead = min(kStages, work.k_blocks - 1);
-      for (int kb = 0; kb < work.k_blocks; ++kb) {
-        if (kb == look_ahead) shared.tiles.push(pushed, claim_work());
+      const int k_blocks = work.k_blocks, stages = k_blocks + epilogue_stages(work);
+      const int look_ahead = min(kStages, stages - 1);
+      if (stages == 0) shared.tiles.push(pushed, claim_work());
+      for (int i = 0; i < stages; ++i) {
+        if (i == look_ahead) shared.tiles.push(pushed, claim_work());
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
-        load_stage(work, kb, ring.index());
+        if (i < k_blocks) {
+          load_stage(work, i, ring.index());
+        } else {
+          load_epilogue_stage(work, i - k_blocks, ring.index());
+        }
         ring.advance();
       }
-      if (work.k_blocks == 0) shared.tiles.push(pushed, claim_work());
     }
   }
-
-  // ---- storer warps ---------------------------------------------------------------------------
-
-  __device__ void store(uint32_t warpgroup) {
-    using Store = cute::SM90_TMA_STORE_2D;
-    RingState<kTileSlots> tile_ring;
-    uint32_t boxes = 0;
-    StoreQueue& queue = shared.store[warpgroup];
-    for (;; shared.tiles.next(tile_ring)) {
-      const Work& work = shared.tiles.peek(tile_ring);
-      if (work.kind == Kind::kEnd) return;
-      if (threadIdx.x % 32 != 0) continue;
-      const bool cooperative = work.kind == Kind::kRecompute || work.kind == Kind::kHiddenGrad;
-      if (cooperative) {
-        const bool recompute = work.kind == Kind::kRecompute;
-        const int row = work.row + warpgroup * kBoxRows;
-        if (work.rows > static_cast<int>(warpgroup) * kBoxRows) {
-          drain_boxes(queue, boxes, recompute ? kRecomputeBoxes : kHiddenBoxes,
-                      [&](int i, const void* box) {
-                        if (recompute) {
-                          Store::copy(i % 2 ? &maps.up_store : &maps.gate_store, box,
-                                      work.n * kRecomputeN + i / 2 * 32, row);
-                        } else {
-                          Store::copy(i % 3 == 0   ? &maps.gate_store
-                                      : i % 3 == 1 ? &maps.up_store
-                                                   : &maps.act_store,
-                                      box, work.n * kHiddenN + i / 3 * 32, row);
-                        }
-                      });
-        }
-        fence_bulk_copies();
-        add_release_device(recompute ? &args.gate_up_done[work.m] : &args.hidden_grad_done[work.m],
-                           1);
-        continue;
-      }
-      if (tile_ring.count % 2 != warpgroup || work.kind == Kind::kInputGrad) continue;
-      // Straight into the result, or in fp32 to or onto what earlier rounds have carried.
-      const bool f32 = args.dw_is_f32 || work.carried >= 0;
-      const int columns = f32 ? 16 : 32;
-      const int per_block = kN / columns;
-      drain_boxes(queue, boxes, 2 * per_block, [&](int i, const void* box) {
-        const int column = work.n * kN + i % per_block * columns;
-        const int row = work.m * kTileM + i / per_block * kBoxRows;
-        if (work.carried < 0) {
-          cute::SM90_TMA_STORE_3D::copy(&maps.dw[work.matrix], box, column, row, work.group);
-        } else if (!work.continues) {
-          cute::SM90_TMA_STORE_3D::copy(&maps.carried[work.matrix], box, column, row, work.carried);
-        } else {
-          cute::SM90_TMA_REDUCE_ADD_3D::copy(&maps.carried[work.matrix], box, column, row,
-                                             work.carried);
-        }
-      });
-    }
-  }
-
-  // Boxes of 32 columns that a warpgroup's 64 rows of a tile leave in: gate, up; dG, dU, A'.
-  static constexpr int kRecomputeBoxes = 2 * kRecomputeN / 32;
-  static constexpr int kHiddenBoxes = 3 * kHiddenN / 32;
 
   // ---- consumer warpgroups --------------------------------------------------------------------
 
-  __device__ __forceinline__ void recompute_tile(const Work& work, uint32_t warpgroup,
-                                                 RingState<kStages>& ring, uint32_t& boxes,
-                                                 float* acc) {
-    if (work.rows <= static_cast<int>(warpgroup) * 64) {
-      return skip(shared.stages, ring, work.k_blocks);
-    }
-    multiply<kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup, work.k_blocks,
-                                                false, acc);
-    StoreQueue& queue = shared.store[warpgroup];
-#pragma unroll
-    for (int c = 0; c < kRecomputeBoxes; ++c) {
-      uint8_t* box = acquire_box(queue, boxes);
-      fill_box(box, acc + c % 2 * (kRecomputeN / 2) + c / 2 * 16);
-      commit_box(queue, boxes);
-    }
+  // With a limit, values beyond it are stored as infinities and others not beyond it, so that
+  // rounding to bf16 does not change which gradients pass. A NaN fails the comparisons and stays.
+  __device__ __forceinline__ float mark_clamped(float value, bool both_sides) const {
+    const float limit = args.swiglu_limit;
+    const float below = __uint_as_float(__float_as_uint(limit) & 0xffff0000u);
+    if (value > limit) return INFINITY;
+    if (both_sides && value < -limit) return -INFINITY;
+    if (value > below) return below;
+    if (both_sides && value < -below) return -below;
+    return value;
   }
 
-  // Two values that another CTA has stored in this kernel. Volatile: loads of later columns must
-  // not be moved ahead, there are no registers for them.
-  static __device__ __forceinline__ uint32_t load_pair(const __nv_bfloat16* from) {
-    uint32_t pair;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(pair) : "l"(from));
-    return pair;
+  __device__ __forceinline__ void recompute_tile(const Work& work, uint32_t warpgroup,
+                                                 RingState<kStages>& ring, Announcer& announcer,
+                                                 float* acc) {
+    if (work.rows <= static_cast<int>(warpgroup) * 64) {
+      announcer.announce();
+      skip(shared.stages, ring, work.k_blocks);
+    } else {
+      multiply<kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup, work.k_blocks,
+                                                  acc, [&] { announcer.announce(); });
+      const int first = work.row + warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+      uint8_t* buffer = shared.buffers.here();
+#pragma unroll
+      for (int c = 0; c < 2 * kRecomputeN / 64; ++c) {
+        const bool up = c >= kRecomputeN / 64;
+        const int column = work.n * kRecomputeN + c % (kRecomputeN / 64) * 64;
+        float* d = acc + 32 * c;
+        if (args.swiglu_limit < INFINITY) {
+#pragma unroll
+          for (int i = 0; i < 32; ++i) d[i] = mark_clamped(d[i], up);
+        }
+        fill_64_columns(d, buffer);
+        store_rows(
+            buffer,
+            RowAddress(up ? args.up_pool : args.gate_pool, first, args.intermediate, column, 2), 0,
+            column < args.intermediate);
+      }
+    }
+    announcer.set(&args.gate_up_done[work.m]);
   }
 
   // Backward of a = silu(g) u, with dS = w dA, for two neighbouring columns. Returns <dA, a>.
@@ -418,80 +393,96 @@ struct Backward {
     return dot;
   }
 
-  __device__ __forceinline__ void hidden_grad_tile(const Work& work, uint32_t warpgroup,
-                                                   RingState<kStages>& ring, uint32_t& boxes,
-                                                   float* acc) {
-    const int first_in_tile = static_cast<int>(warpgroup) * 64;
-    if (work.rows <= first_in_tile) return skip(shared.stages, ring, work.k_blocks);
-    multiply<kCooperative, Major::K, Major::K>(shared.stages, ring, warpgroup, work.k_blocks, false,
-                                               acc);
-    StoreQueue& queue = shared.store[warpgroup];
+  // 64 columns of a hidden-grad tile's epilogue. `gate` and `up` are the warp's 16 rows of a stage;
+  // their gradients replace them there, each value by the thread that has read it.
+  __device__ __forceinline__ void hidden_grad_columns(const float* acc, uint8_t* gate, uint8_t* up,
+                                                      uint8_t* act, const bool (&valid)[2],
+                                                      const float (&weight)[2],
+                                                      float (&dot)[2]) const {
     const int lane = lane_here();
-    const int first = first_in_tile + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-    float weight[2], dot[2] = {0.0f, 0.0f};
-    bool valid[2];
-    int64_t at[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first + 8 * h;
-      valid[h] = row < work.rows;
-      at[h] = int64_t{work.row + row} * args.intermediate + work.n * kHiddenN + lane % 4 * 2;
-      weight[h] = valid[h] ? args.row_weight[first_row() + work.row + row] : 0.0f;
+    for (int b = 0; b < 8; ++b) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = swizzled(lane / 4 + 8 * h, b) + lane % 4 * 4;
+        uint32_t& g = *reinterpret_cast<uint32_t*>(gate + at);
+        uint32_t& u = *reinterpret_cast<uint32_t*>(up + at);
+        uint32_t dg = valid[h] ? g : 0, du = valid[h] ? u : 0, a;
+        const float* d = acc + 4 * b + 2 * h;
+        const float part = swiglu_backward(dg, du, d[0], d[1], weight[h], a);
+        if (valid[h]) dot[h] += part;
+        g = valid[h] ? dg : 0;  // rows of padding are stored as zeros
+        u = valid[h] ? du : 0;
+        *reinterpret_cast<uint32_t*>(act + at) = valid[h] ? a : 0;
+      }
     }
+  }
+
+  __device__ __forceinline__ void hidden_grad_tile(const Work& work, uint32_t warpgroup,
+                                                   RingState<kStages>& ring, Announcer& announcer,
+                                                   float* acc) {
+    const int chunks = epilogue_stages(work);
+    if (work.rows <= static_cast<int>(warpgroup) * 64) {
+      announcer.announce();
+      skip(shared.stages, ring, work.k_blocks + chunks);
+    } else {
+      multiply<kCooperative, Major::K, Major::K>(shared.stages, ring, warpgroup, work.k_blocks, acc,
+                                                 [&] { announcer.announce(); });
+      // Of the warp's 16 rows, in the tile.
+      const int first = warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+      float weight[2], dot[2] = {0.0f, 0.0f};
+      bool valid[2];
 #pragma unroll
-    for (int c = 0; c < kHiddenN / 32; ++c) {
-      // Columns beyond the last are not stored; rows of padding are stored as zeros.
-      const bool inside = work.n * kHiddenN + 32 * c < args.intermediate;
-      uint32_t gate[8], up[8], act[8];
+      for (int h = 0; h < 2; ++h) {
+        const int row = first + lane_here() / 4 + 8 * h;
+        valid[h] = row < work.rows;
+        weight[h] = valid[h] ? args.row_weight[first_row() + work.row + row] : 0.0f;
+      }
+      uint8_t* act = shared.buffers.here();
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const bool read = inside && valid[i % 2];
-        const int64_t offset = at[i % 2] + 32 * c + i / 2 * 8;
-        gate[i] = read ? load_pair(args.gate_pool + offset) : 0;
-        up[i] = read ? load_pair(args.up_pool + offset) : 0;
+      for (int c = 0; c < kHiddenN / 64; ++c) {
+        if (c >= chunks) continue;
+        const int stage = ring.index();
+        uint8_t* gate = shared.stages.a[stage] + first * 128;
+        uint8_t* up = shared.stages.b[stage] + first * 128;
+        shared.stages.full[stage].wait(ring.phase());
+        hidden_grad_columns(acc + 32 * c, gate, up, act, valid, weight, dot);
+        const auto store = [&](const uint8_t* rows, __nv_bfloat16* pool) {
+          store_rows(rows, RowAddress(pool, work.row + first, args.intermediate,
+                                      work.n * kHiddenN + 64 * c, 2));
+        };
+        store(gate, args.gate_pool);
+        store(up, args.up_pool);
+        store(act, args.act_pool);
+        cutlass::arch::fence_view_async_shared();  // TMA writes the stage next
+        release_stage<kCooperative>(shared.stages, stage);
+        ring.advance();
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float* d = acc + 16 * c + 2 * i;
-        const float part = swiglu_backward(gate[i], up[i], d[0], d[1], weight[i % 2], act[i]);
-        if (inside && valid[i % 2]) {
-          dot[i % 2] += part;
-        } else {
-          gate[i] = up[i] = act[i] = 0;
+      for (int h = 0; h < 2; ++h) {
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+        const int row = work.row + first + lane_here() / 4 + 8 * h;
+        if (valid[h] && lane_here() % 4 == 0) {
+          args.partial_dots[int64_t{row} * hidden_columns() + work.n] = dot[h];
         }
       }
-      const auto send = [&](const uint32_t (&pairs)[8]) {
-        uint8_t* box = acquire_box(queue, boxes);
-        fill_box(box, pairs);
-        commit_box(queue, boxes);
-      };
-      send(gate);
-      send(up);
-      send(act);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-      dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
-      if (valid[h] && lane % 4 == 0) {
-        args.partial_dots[int64_t{work.row + first + 8 * h} * hidden_columns() + work.n] = dot[h];
-      }
-    }
+    announcer.set(&args.hidden_grad_done[work.m]);
   }
 
   __device__ __forceinline__ void input_grad_tile(RingState<kTileSlots>& tile_ring,
                                                   RingState<kStages>& ring, float* acc) {
     const int k_blocks = 2 * args.intermediate / kBlockK;
-    if (tile_here(tile_ring).rows > 64) {
-      multiply<kPingPong, Major::K, Major::K>(shared.stages, ring, warpgroup_here(), k_blocks,
-                                              false, acc);
+    if (shared.tiles.here(tile_ring).rows > 64) {
+      multiply<kPingPong, Major::K, Major::K>(shared.stages, ring, warpgroup_here(), k_blocks, acc);
     } else {
       multiply<kPingPong, Major::K, Major::K, 1>(shared.stages, ring, warpgroup_here(), k_blocks,
-                                                 false, acc);
+                                                 acc);
     }
-    const Work& work = tile_here(tile_ring);
+    const Work& work = shared.tiles.here(tile_ring);
     const int warp = threadIdx.x % kWarpgroup / 32;
-    uint8_t* buffer = shared.store[warpgroup_here()].box[0] + warp * 2048;
+    uint8_t* buffer = shared.buffers.here();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int row = m * 64 + warp * 16 + lane_here() % 16;
@@ -503,37 +494,44 @@ struct Backward {
   }
 
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
-                                                   RingState<kStages>& ring, uint32_t& boxes,
-                                                   float* acc) {
+                                                   RingState<kStages>& ring, float* acc) {
     multiply<kPingPong, Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(),
-                                              tile_here(tile_ring).k_blocks, false, acc);
-    const Work& work = tile_here(tile_ring);
+                                              shared.tiles.here(tile_ring).k_blocks, acc);
+    const Work& work = shared.tiles.here(tile_ring);
     if (work.k_blocks == 0) {
 #pragma unroll
       for (int i = 0; i < kAccumulators<kPingPong>; ++i) acc[i] = 0.0f;
     }
-    StoreQueue& queue = shared.store[warpgroup_here()];
-    if (args.dw_is_f32 || work.carried >= 0) {
+    const bool down = work.matrix == 2;
+    const int rows = down ? args.intermediate : args.hidden;
+    const int columns = down ? args.hidden : args.intermediate;
+    const int64_t size = int64_t{rows} * columns;
+    uint8_t* buffer = shared.buffers.here();
+    // Straight into the result, or in fp32 to or onto what earlier rounds have carried.
+    const bool f32 = args.dw_is_f32 || work.carried >= 0;
+    uint8_t* matrix =
+        work.carried < 0
+            ? static_cast<uint8_t*>(args.dw[work.matrix]) + work.group * size * (f32 ? 4 : 2)
+            : reinterpret_cast<uint8_t*>(args.carried + (2 * work.matrix + work.carried) * size);
 #pragma unroll
-      for (int c = 0; c < kAccumulators<kPingPong> / 8; ++c) {
-        uint8_t* box = acquire_box(queue, boxes);
-        fill_box_f32(box, acc + 8 * c);
-        commit_box(queue, boxes);
-      }
-    } else {
+    for (int m = 0; m < 2; ++m) {
+      const int first = work.m * kTileM + m * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+      const int inside = first < rows ? columns - work.n * kN : 0;  // columns; first is 64 m
+      const RowAddress to(matrix, first, columns, work.n * kN, f32 ? 4 : 2);
+      if (f32) {
 #pragma unroll
-      for (int c = 0; c < kAccumulators<kPingPong> / 16; ++c) {
-        uint8_t* box = acquire_box(queue, boxes);
-        fill_box(box, acc + 16 * c);
-        commit_box(queue, boxes);
+        for (int c = 0; c < kN / 32; ++c) {
+          fill_32_columns_f32(acc + m * (kN / 2) + 16 * c, buffer);
+          store_rows_f32(buffer, to, 128 * c, 32 * c < inside, work.continues);
+        }
+      } else {
+#pragma unroll
+        for (int c = 0; c < kN / 64; ++c) {
+          fill_64_columns(acc + m * (kN / 2) + 32 * c, buffer);
+          store_rows(buffer, to, 128 * c, 64 * c < inside);
+        }
       }
     }
-  }
-
-  // The tile at hand, read again: its place in the ring must not take a register of the main loops.
-  __device__ __forceinline__ const Work& tile_here(RingState<kTileSlots>& tile_ring) const {
-    asm volatile("" : "+r"(tile_ring.count));
-    return shared.tiles.work[tile_ring.index()];
   }
 
   // The tiles of a kind, which the warpgroups take in turn.
@@ -553,41 +551,41 @@ struct Backward {
 
   // A loop for each product: each has its own accumulators, which the compiler then never moves.
   __device__ void consume(uint32_t warpgroup) {
+    mark(0);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    uint32_t boxes = 0;
     {
+      Announcer announcer;
       float acc[kAccumulators<kCooperative>] = {};
       for (;; shared.tiles.next(tile_ring)) {
         const Work& work = shared.tiles.peek(tile_ring);
         if (work.kind != Kind::kRecompute) break;
-        recompute_tile(work, warpgroup, ring, boxes, acc);
+        recompute_tile(work, warpgroup, ring, announcer, acc);
       }
+      announcer.announce();
     }
+    mark(1);
     {
+      Announcer announcer;
       float acc[kAccumulators<kCooperative>] = {};
       for (;; shared.tiles.next(tile_ring)) {
         const Work& work = shared.tiles.peek(tile_ring);
         if (work.kind != Kind::kHiddenGrad) break;
-        hidden_grad_tile(work, warpgroup, ring, boxes, acc);
+        hidden_grad_tile(work, warpgroup, ring, announcer, acc);
       }
+      announcer.announce();
     }
+    mark(2);
     Turns::start(warpgroup, tile_ring.count % 2);
-    // The input gradients use the boxes as buffers of the warps: the last stores have read them.
-    acquire_box(shared.store[warpgroup], boxes);
-    acquire_box(shared.store[warpgroup], boxes + 1);
-    shared.boxes[warpgroup] = boxes;
     {
       float acc[kAccumulators<kPingPong>] = {};
       take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring, acc); });
     }
-    // Now they are the warpgroup's again: every warp has read its buffer.
-    cutlass::arch::NamedBarrier::sync(kWarpgroup, 2 + warpgroup_here());
-    boxes = shared.boxes[warpgroup_here()];
+    mark(3);
     float acc[kAccumulators<kPingPong>] = {};
-    take_turns(Kind::kWeightGrad, tile_ring, ring,
-               [&] { weight_grad_tile(tile_ring, ring, boxes, acc); });
+    take_turns(Kind::kWeightGrad, tile_ring, ring, [&] { weight_grad_tile(tile_ring, ring, acc); });
     __threadfence_system();
+    mark(4);
   }
 };
 
@@ -600,10 +598,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The first round also writes the gradients of experts without rows.
   if (args.round > 0 && args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
-    shared.stages.init();
-    for (auto& queue : shared.store) queue.init();
+    shared.stages.init(1);
     shared.pull.init();
-    shared.tiles.init(kConsumerWarpgroups * 4 + kConsumerWarpgroups);
+    shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }
   backward.read_window();
@@ -616,8 +613,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (threadIdx.x == 0) backward.load();
     } else if (warp == 1) {
       Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
-    } else {
-      backward.store(warp - 2);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();

@@ -3,11 +3,6 @@
 #include "ffi/kernels/stages.h"
 
 namespace megamoe {
-namespace {
-
-constexpr Sharing kDownSharing = Sharing::kPingPong;
-
-}  // namespace
 
 std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   const Launch launch(call, stream);
@@ -22,9 +17,8 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
        {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kTileM),
         encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kGateUpColumns),
         encode_mn_major(&maps.up, call.w_up, experts, h, i, kGateUpColumns),
-        encode_store(&maps.act_store, act_pool, capacity, i, kBoxRows),
         encode_k_major(&maps.act_pool, act_pool, 1, capacity, i, kTileM),
-        encode_mn_major(&maps.down, call.w_down, experts, i, h, Tile<kDownSharing>::kN)}) {
+        encode_mn_major(&maps.down, call.w_down, experts, i, h, Experts::kDownN)}) {
     if (!error.empty()) return error;
   }
   ExpertsArgs args{};
@@ -35,6 +29,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.source[0] = {launch.board->x, x_pool, launch.progress(kArrivedX)};
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);
+  args.act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
   args.activated = launch.progress(kGateUpDone);
   args.hidden = call.shape.hidden;
   args.intermediate = call.shape.intermediate;
@@ -44,16 +39,17 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   for (int round = 0; round < launch.rounds(); ++round) {
     launch.plan(round, call.expert_load, call.counters);
     args.round = round;
-    experts_kernel<kDownSharing>
-        <<<launch.sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
+    experts_kernel<<<launch.sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
   }
   launch.finish();
   launch.combine(call.y, call.y_is_f32);
   return status_text(cudaGetLastError());
 }
 
+std::vector<uint64_t> forward_timeline() { return copy_timeline(); }
+
 std::string load_forward_kernel() {
-  return status_text(cudaFuncSetAttribute(experts_kernel<kDownSharing>,
+  return status_text(cudaFuncSetAttribute(experts_kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(sizeof(ExpertsShared))));
 }

@@ -23,6 +23,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "ffi/workspace/device_block.h"
 
@@ -64,6 +65,10 @@ struct BackwardCall : ExpertCall {
 // Each returns an empty string, or what went wrong.
 std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream);
 std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream);
+
+// See timeline.cuh.
+std::vector<uint64_t> forward_timeline();
+std::vector<uint64_t> backward_timeline();
 
 // Loads every kernel on the current device, so that no first use waits while a peer spins.
 std::string load_kernels();

@@ -60,17 +60,18 @@ __device__ __forceinline__ void fail(const Directory& directory, int32_t rank, P
   __trap();
 }
 
-// One thread waits until *counter, which only grows, has reached `wanted`.
+// Waits until *counter, which only grows, has reached `wanted`. `tile` is for the message, a
+// reference because it must not take a register until there is one.
 __device__ __forceinline__ void wait_for_count(const int32_t* counter, int32_t wanted,
-                                               const Directory& directory, int32_t rank,
-                                               Phase phase, int32_t tile) {
+                                               const Directory& directory, const Board& board,
+                                               Phase phase, const int32_t& tile) {
   int32_t seen = load_acquire_device(counter);
   if (seen >= wanted) return;
   const uint64_t start = global_timer_ns();
   while ((seen = load_acquire_device(counter)) < wanted) {
     __nanosleep(64);
     if (global_timer_ns() - start > static_cast<uint64_t>(directory.timeout_ns)) {
-      fail(directory, rank, phase, tile, seen, wanted);
+      fail(directory, board.rank, phase, tile, seen, wanted);
     }
   }
 }

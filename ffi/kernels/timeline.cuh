@@ -1,0 +1,40 @@
+// When each CTA went from one phase to the next, in builds for measuring only
+// (-DMEGAMOE_TIMELINE; `python -m jax_megamoe.bench --timeline` prints them).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "ffi/gemm/core.h"
+#include "ffi/kernels/sync.cuh"
+
+namespace megamoe {
+
+constexpr int kTimelineCtas = 160;
+constexpr int kTimelineMarks = 8;
+
+#ifdef MEGAMOE_TIMELINE
+static __device__ uint64_t timeline[kTimelineCtas][kTimelineMarks];
+#endif
+
+// [CTA][mark], of the newest launch on the current device; empty in other builds.
+static inline std::vector<uint64_t> copy_timeline() {
+  std::vector<uint64_t> marks;
+#ifdef MEGAMOE_TIMELINE
+  marks.resize(kTimelineCtas * kTimelineMarks);
+  cudaMemcpyFromSymbol(marks.data(), timeline, marks.size() * sizeof(uint64_t));
+#endif
+  return marks;
+}
+
+// Nanoseconds of the GPU's clock, by the first consumer thread of a CTA.
+__device__ __forceinline__ void mark(int which) {
+#ifdef MEGAMOE_TIMELINE
+  if (threadIdx.x == kWarpgroup && blockIdx.x < kTimelineCtas)
+    timeline[blockIdx.x][which] = global_timer_ns();
+#endif
+}
+
+}  // namespace megamoe
