@@ -50,6 +50,7 @@ def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *
         intermediate=intermediate,
         dtype=x.dtype,
         capacity_factor=config.capacity_factor,
+        timeout_s=config.timeout_s,
     )
     limit = math.inf if config.swiglu_limit is None else config.swiglu_limit
     return Call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_megamoe import _mesh, _runtime
+from jax_megamoe import _exchange, _mesh, _runtime, _workspace
 from jax_megamoe.config import MoEConfig
 
 # What the kernels are made for: multiples of a tile, a warp's lanes, tables in shared memory.
@@ -25,16 +25,17 @@ def choose(
 ) -> str:
     """Returns "ffi" or "xla".
 
-    "auto" takes the custom calls on Hopper GPUs that one process drives, also where they then
-    refuse the sizes: a size that falls off the fast path should be seen.
+    "auto" takes the custom calls on Hopper GPUs if a host has as many as the axis has ranks, also
+    where they then refuse the sizes: a size that falls off the fast path should be seen.
 
     Raises:
       ValueError: the implementation, or its precision, cannot run here.
+      TimeoutError: there are other processes with GPUs and one did not trace the call in time.
     """
     name = config.implementation
     platform = _mesh.platform()
     if name == "auto":
-        fast = platform == "gpu" and not (why_not_ffi("gpu") or _why_not_ranks(axis_name))
+        fast = platform == "gpu" and not (why_not_ffi("gpu") or _why_not_ranks(axis_name, config))
         name = "ffi" if fast else "xla"
     if name == "xla":
         if config.precision != "bf16":
@@ -47,7 +48,7 @@ def choose(
     reason = (
         why_not_ffi(platform)
         or _why_not_axis(axis_name)
-        or (platform == "gpu" and _why_not_ranks(axis_name))
+        or (platform == "gpu" and _why_not_ranks(axis_name, config))
         or _why_not_precision(platform, config.precision)
         or (platform == "gpu" and _why_not_sizes(hidden, intermediate, top_k, local_experts))
     )
@@ -97,15 +98,14 @@ def _why_not_axis(axis_name):
     return None
 
 
-def _why_not_ranks(axis_name):
+def _why_not_ranks(axis_name, config):
     ranks = _mesh.axis_size(axis_name)
     if ranks > _GPU_MAX_RANKS:
         return f"axis {axis_name!r} has {ranks} ranks and the kernels take at most {_GPU_MAX_RANKS}"
     if ranks > 1 and jax.process_count() > 1:
-        return (
-            f"there are {jax.process_count()} processes and the ranks of the GPU kernels meet "
-            "inside one process"
-        )
+        processes = _workspace.processes(config.timeout_s)
+        groups = _mesh.rank_processes(axis_name)
+        return _exchange.why_not_ranks(axis_name, ranks, _GPU_MAX_RANKS, processes, groups)
     return None
 
 

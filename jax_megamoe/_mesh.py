@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax._src import mesh as mesh_lib
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
@@ -29,6 +31,19 @@ def axis_size(axis_name: str | None) -> int:
             f"axis_name is {axis_name!r}, which no enclosing jax.shard_map binds; "
             f"{_known_axes(manual_axes())} (None is for one device)"
         ) from None
+
+
+def rank_processes(axis_name: str) -> list[list[int]]:
+    """Returns the process of each rank, for each expert group, where `jax.set_mesh` tells.
+
+    Empty where only a shard_map knows the mesh: what is traced inside sees no devices.
+    """
+    mesh = mesh_lib.get_concrete_mesh()
+    if axis_name not in mesh.axis_names:
+        return []
+    ranks_last = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), -1)
+    groups = ranks_last.reshape(-1, mesh.shape[axis_name])
+    return [[device.process_index for device in group] for group in groups]
 
 
 def platform() -> str:

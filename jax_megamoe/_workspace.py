@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pathlib
+import socket
+import threading
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax._src import distributed
 
-from jax_megamoe import _mesh, _runtime
+from jax_megamoe import _exchange, _mesh, _runtime
+
+_lock = threading.Lock()
+_processes: tuple[_exchange.Process, ...] | None = None
 
 
 class Workspace(NamedTuple):
@@ -40,11 +47,13 @@ def make(
     intermediate: int,
     dtype,
     capacity_factor: float,
+    timeout_s: float,
 ) -> Workspace:
     """Makes the workspace of one operation, or finds it.
 
     On GPUs every local device gets a block of memory that the others can reach; this allocates and
-    waits for the devices, once for each key.
+    waits for the devices, once for each key. If the expert axis may reach into other processes, the
+    blocks are those of all processes of this host, and all of them must make the workspace.
 
     Args:
       axis_name: expert axis; None for one device.
@@ -56,10 +65,12 @@ def make(
       intermediate: width of an expert.
       dtype: of the tokens, bf16 or f32; GPUs keep all rows in bf16.
       capacity_factor: see `MoEConfig.capacity_factor`.
+      timeout_s: seconds that this process waits for the others.
 
     Raises:
       ValueError: the sizes exceed what row numbers in int32 can hold, or GPUs have no memory for
         the workspace or cannot reach each other's.
+      TimeoutError: another process did not make the same workspace.
       RuntimeError: the compiled module cannot be used here.
     """
     rows = capacity_rows(
@@ -79,9 +90,8 @@ def make(
         capacity_rows=rows,
     )
     if _mesh.platform() == "gpu":
-        devices = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
         key = _key(axis_name, sizes)
-        _runtime.load().register_cuda_workspace(key, **sizes, devices=devices)
+        _make_on_gpus(key, sizes, timeout_s)
     else:
         sizes["staged_bytes"] = jnp.dtype(dtype).itemsize
         key = _key(axis_name, sizes)
@@ -102,6 +112,71 @@ def capacity_rows(
     wanted = math.ceil(capacity_factor * tokens * top_k) + padding
     most = ranks * tokens * top_k + padding
     return max(tile, -(-min(wanted, most) // tile) * tile)
+
+
+def processes(timeout_s: float) -> tuple[_exchange.Process, ...]:
+    """Returns what each process of the job tells of itself. Collective on the first call.
+
+    Raises:
+      TimeoutError: a process did not take part.
+    """
+    global _processes
+    with _lock:
+        if _processes is None:
+            gpus = tuple(map(_runtime.load().cuda_device_name, _ordinals()))
+            _processes = _exchange.find_processes(
+                distributed.global_state.client,
+                jax.process_index(),
+                _exchange.Process(_host(), gpus),
+                jax.process_count(),
+                timeout_s,
+            )
+        return _processes
+
+
+def _make_on_gpus(key, sizes, timeout_s):
+    module, own = _runtime.load(), jax.process_index()
+    shared = False
+    if sizes["ranks"] > 1 and jax.process_count() > 1:
+        everyone = processes(timeout_s)
+        shared = sum(process.host == everyone[own].host for process in everyone) > 1
+    if not shared:
+        module.register_cuda_workspace(key, **sizes, devices=_ordinals())
+        return
+    with _lock:
+        if not module.has_cuda_workspace(key):
+            client = distributed.global_state.client
+            _exchange.share(_Blocks(key, sizes), client, everyone, own, f"{key:x}", timeout_s)
+
+
+class _Blocks:
+    """This process's blocks of a workspace, as `_exchange.share` makes them."""
+
+    def __init__(self, key, sizes):
+        self.key, self.sizes, self.module = key, sizes, _runtime.load()
+
+    def allocate(self):
+        handles = self.module.allocate_cuda_workspace(self.key, **self.sizes, devices=_ordinals())
+        return [handle.hex() for handle in handles]
+
+    def open(self, handles, names, first):
+        self.module.open_cuda_workspace(self.key, list(map(bytes.fromhex, handles)), names, first)
+
+    def keep(self):
+        self.module.keep_cuda_workspace(self.key)
+
+    def drop(self):
+        self.module.drop_cuda_workspace(self.key)
+
+
+def _ordinals():
+    return [device.local_hardware_id for device in jax.local_devices(backend="gpu")]
+
+
+def _host():
+    """The same in processes of one host, unless they are in containers apart."""
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot}"
 
 
 def _key(axis_name: str | None, sizes: dict[str, int]) -> int:

@@ -29,13 +29,14 @@ _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 # rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
 # between rounds, ids and weights, and the routing plan.
 WORKSPACE_FORMULA = (
-    "(2*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 48*H*I/row_bytes + 12*T*K"
+    "(2*S*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 48*H*I/row_bytes + 12*T*K"
     " + 16*R*T*K + R*T*(E/R + 33)/8 + 1020*E/R"
 )
 _TERMS = (
     "T tokens of a rank, K experts a token, H hidden, I intermediate, E experts, R ranks;\n"
     "C = rows of the pool = min(capacity_factor, R)*T*K + 127*E/R, up to a multiple of 128;\n"
-    "row_bytes 2 (bf16) on a GPU, 4 (f32) on the host"
+    "row_bytes 2 (bf16) on a GPU, 4 (f32) on the host;\n"
+    "S = 0 on GPUs that one process drives, which read each other's operands in place; else 1"
 )
 
 
@@ -136,6 +137,7 @@ def workspace_bytes(
     top_k: int,
     ranks: int,
     capacity_factor: float,
+    several_processes: bool = False,
 ) -> int:
     """Returns the bytes of one rank's workspace, by the struct that the kernels address it with.
 
@@ -147,6 +149,7 @@ def workspace_bytes(
       top_k: experts per token.
       ranks: size of the expert axis.
       capacity_factor: see `MoEConfig`.
+      several_processes: whether the expert axis is spread over processes of a host, on GPUs.
 
     Raises:
       RuntimeError: the compiled module cannot be used here.
@@ -155,7 +158,7 @@ def workspace_bytes(
     rows = _workspace.capacity_rows(**plan, capacity_factor=capacity_factor)
     sizes = dict(plan, hidden=hidden, intermediate=intermediate, capacity_rows=rows)
     if kernels == "gpu":
-        return _runtime.load().cuda_workspace_bytes(**sizes)
+        return _runtime.load().cuda_workspace_bytes(**sizes, staged=several_processes)
     return _runtime.load().workspace_bytes(**sizes, staged_bytes=4, pool_bytes=4, return_bytes=4)
 
 
@@ -198,9 +201,13 @@ def _print_workspace(sizes):
     if _runtime.unavailable() is not None:
         print("  (the numbers need the compiled module)")
         return
-    for name, kernels in (("on a GPU", "gpu"), ("on the host", "cpu")):
-        size = workspace_bytes(kernels, **sizes)
-        print(f"  {name:11s} {size} ({size / 2**30:.2f} GiB)")
+    for name, kernels, several in (
+        ("on a GPU", "gpu", False),
+        ("on a GPU, one process each", "gpu", True),
+        ("on the host", "cpu", False),
+    ):
+        size = workspace_bytes(kernels, **sizes, several_processes=several)
+        print(f"  {name:26s} {size} ({size / 2**30:.2f} GiB)")
 
 
 def _parse(arguments):

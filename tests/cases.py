@@ -226,19 +226,24 @@ def assert_same_bits(got, want) -> None:
         assert a.tobytes() == b.tobytes()
 
 
-def run_two_processes(command: Callable[[str, int], list[str]], timeout: float) -> list[str]:
+def run_two_processes(
+    command: Callable[[str, int], list[str]],
+    timeout: float,
+    env: Callable[[int], dict[str, str]] = lambda i: {},
+) -> list[str]:
     """Runs Python twice, with 2 CPU devices each, and returns what the two printed.
 
     Args:
       command: the arguments of Python for the coordinator's address and the process's number.
       timeout: seconds.
+      env: environment variables of process i beside those of this process.
     """
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
     tests = pathlib.Path(__file__).parent
     paths = [str(tests.parent), str(tests), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {
+    common = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(paths),
@@ -246,7 +251,7 @@ def run_two_processes(command: Callable[[str, int], list[str]], timeout: float) 
     processes = [
         subprocess.Popen(
             [sys.executable, *command(address, i)],
-            env=env,
+            env=common | env(i),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -53,6 +53,7 @@ def _attributes(
         intermediate=inputs.w_gate.shape[2],
         dtype=inputs.x.dtype,
         capacity_factor=capacity_factor,
+        timeout_s=timeout_s,
     )
     attributes = dict(
         workspace=np.int64(workspace.key),
@@ -442,6 +443,7 @@ def test_workspace_registry():
         intermediate=16,
         dtype=jnp.bfloat16,
         capacity_factor=1.5,
+        timeout_s=60.0,
     )
     first = _workspace.make(**sizes)
     assert _workspace.make(**sizes) == first

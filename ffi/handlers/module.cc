@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -101,12 +102,13 @@ void CheckShape(const PlanShape& plan) {
   }
 }
 
-// The GPU kernels keep every row in bf16.
+// The GPU kernels keep every row in bf16. Operands are staged where processes share a workspace.
 WorkspaceShape MakeCudaShape(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
-                             int32_t hidden, int32_t intermediate, int32_t capacity_rows) {
+                             int32_t hidden, int32_t intermediate, int32_t capacity_rows,
+                             bool staged) {
   constexpr int32_t kBf16Bytes = 2;
   WorkspaceShape shape = MakeShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
-                                   capacity_rows, kBf16Bytes);
+                                   capacity_rows, staged ? kBf16Bytes : 0);
   shape.pool_bytes = shape.return_bytes = kBf16Bytes;
   shape.carried_copies = 2;
   CheckShape(shape.plan);
@@ -127,9 +129,34 @@ void RegisterWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k
 void RegisterCudaWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
                            int32_t local_experts, int32_t hidden, int32_t intermediate,
                            int32_t capacity_rows, const std::vector<int>& devices) {
-  const WorkspaceShape shape =
-      MakeCudaShape(ranks, tokens, top_k, local_experts, hidden, intermediate, capacity_rows);
+  const WorkspaceShape shape = MakeCudaShape(ranks, tokens, top_k, local_experts, hidden,
+                                             intermediate, capacity_rows, false);
   const std::string refusal = make_cuda_workspace(key, shape, devices);
+  if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+}
+
+nb::list AllocateCudaWorkspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
+                               int32_t local_experts, int32_t hidden, int32_t intermediate,
+                               int32_t capacity_rows, const std::vector<int>& devices) {
+  const WorkspaceShape shape =
+      MakeCudaShape(ranks, tokens, top_k, local_experts, hidden, intermediate, capacity_rows, true);
+  std::vector<cudaIpcMemHandle_t> handles;
+  const std::string refusal = allocate_cuda_workspace(key, shape, devices, &handles);
+  if (!refusal.empty()) throw nb::value_error(refusal.c_str());
+  nb::list list;
+  for (const auto& handle : handles) list.append(nb::bytes(&handle, sizeof(handle)));
+  return list;
+}
+
+void OpenCudaWorkspace(int64_t key, nb::list handles, const std::vector<std::string>& names,
+                       int first) {
+  std::vector<cudaIpcMemHandle_t> opened(nb::len(handles));
+  for (size_t i = 0; i < opened.size(); ++i) {
+    const nb::bytes bytes = nb::cast<nb::bytes>(handles[i]);
+    if (bytes.size() != sizeof(opened[i])) throw nb::value_error("not a handle of GPU memory");
+    std::memcpy(&opened[i], bytes.data(), bytes.size());
+  }
+  const std::string refusal = open_cuda_workspace(key, opened, names, first);
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
 }
 #endif
@@ -146,9 +173,10 @@ int64_t WorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t loc
 }
 
 int64_t CudaWorkspaceBytes(int32_t ranks, int32_t tokens, int32_t top_k, int32_t local_experts,
-                           int32_t hidden, int32_t intermediate, int32_t capacity_rows) {
+                           int32_t hidden, int32_t intermediate, int32_t capacity_rows,
+                           bool staged) {
   return DeviceLayout::For(MakeCudaShape(ranks, tokens, top_k, local_experts, hidden, intermediate,
-                                         capacity_rows))
+                                         capacity_rows, staged))
       .bytes;
 }
 
@@ -218,6 +246,14 @@ NB_MODULE(_ffi, m) {
   m.def("register_cuda_workspace", RegisterCudaWorkspace, "key"_a, nb::kw_only(), "ranks"_a,
         "tokens"_a, "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
         "devices"_a);
+  m.def("has_cuda_workspace", [](int64_t key) { return find_cuda_workspace(key) != nullptr; });
+  m.def("allocate_cuda_workspace", AllocateCudaWorkspace, "key"_a, nb::kw_only(), "ranks"_a,
+        "tokens"_a, "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
+        "devices"_a);
+  m.def("open_cuda_workspace", OpenCudaWorkspace, "key"_a, "handles"_a, "names"_a, "first"_a);
+  m.def("keep_cuda_workspace", keep_cuda_workspace);
+  m.def("drop_cuda_workspace", drop_cuda_workspace);
+  m.def("cuda_device_name", cuda_device_name);
   m.def("fill_cuda_workspace", [](int64_t key, int byte) {
     const std::string refusal = fill_cuda_workspace(key, byte);
     if (!refusal.empty()) throw nb::value_error(refusal.c_str());
@@ -230,7 +266,7 @@ NB_MODULE(_ffi, m) {
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged_bytes"_a,
         "pool_bytes"_a, "return_bytes"_a);
   m.def("cuda_workspace_bytes", CudaWorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
-        "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a);
+        "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged"_a = false);
   m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
 }
 

@@ -9,6 +9,9 @@ namespace megamoe {
 // other ranks of its group have told theirs. Which device holds which rank is learnt here, because
 // the mesh of a shard_map may order the devices in any way.
 //
+// Staged operands were copied into the block by earlier work of this stream, so all of this device
+// sees them here, and the release of `epoch` passes them on to whoever acquires it.
+//
 // After it: the operands of every rank may be read, and every rank is done with the previous call,
 // so its return buffer may be written.
 __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t ranks,
@@ -18,6 +21,11 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
     return reinterpret_cast<Board*>(directory.block[device] + board_offset);
   };
   const int lane = threadIdx.x;
+  const auto address = [](const void* p) { return reinterpret_cast<uint64_t>(p); };
+  // What the mail's operands are relative to.
+  const auto origin_of = [&](int device) {
+    return directory.staged ? address(directory.block[device]) : 0;
+  };
   Board* own = board_of(directory.self);
   const uint64_t epoch = own->epoch + 1;
   const int group = place[0], rank = place[1];
@@ -31,12 +39,13 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
   const bool meets = ranks > 1 ? lane < directory.devices : lane == directory.self;
   if (meets) {
     volatile Mail* mail = &board_of(lane)->mail[directory.self];
+    const uint64_t origin = origin_of(directory.self);
     mail->group = group;
     mail->rank = rank;
-    mail->x = x;
-    mail->dy = dy;
-    mail->ids = ids;
-    mail->weights = weights;
+    mail->x = address(x) - origin;
+    mail->dy = address(dy) - origin;
+    mail->ids = address(ids) - origin;
+    mail->weights = address(weights) - origin;
     store_release_system(const_cast<uint64_t*>(&mail->epoch), epoch);
   }
   // Lane i listens to device i; devices of other groups may be late without being missed.
@@ -49,11 +58,12 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
       if (mail->group == group) {
         found = true;
         const int peer = mail->rank;
+        const uint64_t origin = origin_of(lane);
         own->block[peer] = directory.block[lane];
-        own->x[peer] = const_cast<const void*>(mail->x);
-        own->dy[peer] = const_cast<const void*>(mail->dy);
-        own->ids[peer] = mail->ids;
-        own->weights[peer] = mail->weights;
+        own->x[peer] = reinterpret_cast<const void*>(origin + mail->x);
+        own->dy[peer] = reinterpret_cast<const void*>(origin + mail->dy);
+        own->ids[peer] = reinterpret_cast<const int32_t*>(origin + mail->ids);
+        own->weights[peer] = reinterpret_cast<const float*>(origin + mail->weights);
         present = 1u << peer;
       }
     }
@@ -69,7 +79,8 @@ __global__ void meet_kernel(Directory directory, int64_t board_offset, int32_t r
 }
 
 // One warp. After it: every rank has pushed all rows for this rank's tokens, and reads none of this
-// rank's operands any more.
+// rank's operands any more, so staged ones may be overwritten: a rank reads its peers' ids and
+// weights in the plan and their rows in the expert kernels, all before its own finish.
 __global__ void finish_kernel(Directory directory, int64_t board_offset, int32_t ranks) {
   Board* own = reinterpret_cast<Board*>(directory.block[directory.self] + board_offset);
   const int lane = threadIdx.x;

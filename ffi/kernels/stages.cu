@@ -32,8 +32,19 @@ Launch::Launch(const ExpertCall& call, cudaStream_t stream)
       stream(stream) {}
 
 void Launch::meet(const void* dy) const {
-  meet_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, shape.plan.ranks,
-                                    call.place, call.x, dy, call.expert_ids, call.expert_weights);
+  // The call before has finished, so no peer reads the staged operands any more.
+  const auto shown = [&](const auto* operand, int64_t offset, int64_t size) {
+    if (!call.directory.staged || operand == nullptr) return operand;
+    cudaMemcpyAsync(block + offset, operand, size, cudaMemcpyDeviceToDevice, stream);
+    return reinterpret_cast<decltype(operand)>(block + offset);
+  };
+  const WorkspaceLayout& at = layout.common;
+  const int64_t rows = int64_t{shape.plan.tokens} * shape.hidden * shape.staged_bytes;
+  const int64_t slots = int64_t{shape.plan.tokens} * shape.plan.top_k * 4;
+  meet_kernel<<<1, 32, 0, stream>>>(call.directory, at.flags, shape.plan.ranks, call.place,
+                                    shown(call.x, at.staged_x, rows), shown(dy, at.staged_dy, rows),
+                                    shown(call.expert_ids, at.staged_ids, slots),
+                                    shown(call.expert_weights, at.staged_weights, slots));
 }
 
 void Launch::plan(int round, int32_t* expert_load, int32_t* counters) const {

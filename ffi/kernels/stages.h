@@ -16,7 +16,7 @@ class Launch {
  public:
   Launch(const ExpertCall& call, cudaStream_t stream);
 
-  // `dy` is null in the forward pass.
+  // Stages the operands where the workspace spans processes. `dy` is null in the forward pass.
   void meet(const void* dy) const;
   // `expert_load` and `counters` may be null.
   void plan(int round, int32_t* expert_load, int32_t* counters) const;

@@ -32,14 +32,15 @@ enum class Phase : int32_t {
   kCombine
 };
 
-// A rank's operands for the call with number `epoch`, as it tells them to a peer.
+// A rank's operands for the call with number `epoch`, as it tells them to a peer: addresses, or
+// offsets in its block where they are staged (see Directory).
 struct Mail {
   uint64_t epoch;
   int32_t group, rank;
-  const void* x;
-  const void* dy;  // backward pass only
-  const int32_t* ids;
-  const float* weights;
+  uint64_t x;
+  uint64_t dy;  // backward pass only
+  uint64_t ids;
+  uint64_t weights;
 };
 
 // Flags and small tables of a block, at WorkspaceLayout::flags.
@@ -102,6 +103,9 @@ struct DeviceLayout {
 struct Directory {
   int32_t devices;
   int32_t self;
+  // Some peers are in other processes. They can reach this device's block, which they map at
+  // addresses of their own, and nothing else here, so operands are copied into it.
+  bool staged;
   char* block[kMaxDevices];
   Failure* failure;
   int64_t timeout_ns;

@@ -24,7 +24,8 @@ struct WorkspaceShape {
 // The one owner of every offset. Sizes: R ranks, T tokens, K slots, E local experts, H hidden,
 // I intermediate, C capacity_rows. Regions are aligned to 256 bytes.
 struct WorkspaceLayout {
-  // Read by peers.
+  // Read by peers. GPU kernels whose peers are all in this process read the operands in place:
+  // their staged_bytes is 0.
   int64_t staged_x;        // [T, H]
   int64_t staged_dy;       // [T, H], backward
   int64_t staged_ids;      // [T, K] int32

@@ -1,0 +1,241 @@
+"""How processes find each other and agree on shared blocks: threads in their place, and real."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import make_mesh, run_two_processes
+from jax.sharding import PartitionSpec as P
+
+from jax_megamoe import MoEConfig, _exchange, _implementation, _mesh, _workspace
+from jax_megamoe._exchange import Process
+
+PROGRAM = pathlib.Path(__file__).parent / "exchange_process.py"
+
+
+class Store:
+    """The key-value store of `jax.distributed`, as far as the package uses it."""
+
+    def __init__(self):
+        self.values = {}
+        self.changed = threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self.changed:
+            if key in self.values and not allow_overwrite:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def key_value_try_get(self, key):
+        with self.changed:
+            if key not in self.values:
+                raise jax.errors.JaxRuntimeError(f"NOT_FOUND: key {key} not found.")
+            return self.values[key]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} timed out")
+            return self.values[key]
+
+
+class Blocks:
+    """Blocks whose handles are their names; can be made to fail, or to wait, at a step."""
+
+    def __init__(self, *handles, fail=None, wait=None):
+        self.handles, self.fail, self.wait = list(handles), fail, wait
+        self.opened = self.state = None
+
+    def _step(self, name):
+        if self.wait is not None and name == self.wait[0]:
+            assert self.wait[1].wait(30)
+        if name == self.fail:
+            raise ValueError(f"no memory to be {name}")
+
+    def allocate(self):
+        self._step("allocated")
+        return self.handles
+
+    def open(self, handles, names, first):
+        self._step("opened")
+        assert handles[first : first + len(self.handles)] == self.handles
+        self.opened = dict(zip(names, handles, strict=True))
+
+    def keep(self):
+        self.state = "kept"
+
+    def drop(self):
+        self.state = "dropped"
+
+
+TWO = (Process("a 1", ("x",)), Process("a 1", ("y",)))
+
+
+def share(store, blocks, processes=TWO, timeout_s=30.0, name="key"):
+    """Every process's outcome: None, or what it raised."""
+
+    def run(i):
+        try:
+            _exchange.share(blocks[i], store, processes, i, name, timeout_s)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(blocks)) as pool:
+        return list(pool.map(run, range(len(blocks))))
+
+
+def test_processes_hear_of_each_other():
+    store = Store()
+    told = [Process("a 1", ("0000:01:00.0", "0000:02:00.0")), Process("b 2", ("0000:01:00.0",))]
+    for _ in range(2):  # again after a failure
+        with ThreadPoolExecutor(2) as pool:
+            found = pool.map(
+                lambda i: _exchange.find_processes(store, i, told[i], 2, 30.0), range(2)
+            )
+        assert list(found) == [tuple(told)] * 2
+
+
+def test_a_process_that_names_no_gpus_is_named():
+    message = r"process 0 waited 0.1 s \(MoEConfig.timeout_s\) for process 2 to name the GPUs"
+    store = Store()
+    store.key_value_set("jax_megamoe/process/1", '["b", ["x"]]')
+    with pytest.raises(TimeoutError, match=message):
+        _exchange.find_processes(store, 0, TWO[0], 3, 0.1)
+
+
+def test_processes_of_a_host_open_each_others_blocks_in_one_order():
+    processes = (
+        Process("a 1", ("x", "y")),
+        Process("b 2", ("x",)),
+        Process("a 1", ("z",)),
+        Process("b 2", ("y",)),
+    )
+    blocks = [Blocks("0x", "0y"), Blocks("1x"), Blocks("2z"), Blocks("3y")]
+    assert share(Store(), blocks, processes) == [None] * 4
+    assert [b.state for b in blocks] == ["kept"] * 4
+    a = [("GPU x of process 0", "0x"), ("GPU y of process 0", "0y"), ("GPU z of process 2", "2z")]
+    b = [("GPU x of process 1", "1x"), ("GPU y of process 3", "3y")]
+    assert [list(part.opened.items()) for part in blocks] == [a, b, a, b]
+
+
+@pytest.mark.parametrize("step", ["allocated", "opened"])
+def test_a_failure_of_one_is_told_to_all_and_another_attempt_may_succeed(step):
+    store = Store()
+    blocks = [Blocks("x"), Blocks("y", fail=step)]
+    other, own = share(store, blocks)
+    assert type(own) is ValueError and str(own) == f"no memory to be {step}"
+    assert type(other) is ValueError and str(other) == f"process 1 gave up: no memory to be {step}"
+    assert [b.state for b in blocks] == ["dropped"] * 2
+    again = [Blocks("x2"), Blocks("y2")]
+    assert share(store, again) == [None] * 2
+    assert list(again[0].opened.values()) == ["x2", "y2"]
+
+
+def test_a_process_that_never_comes_is_named_and_may_come_later():
+    store = Store()
+    early = Blocks("x")
+    (error,) = share(store, [early], timeout_s=0.1)
+    assert type(error) is TimeoutError
+    assert "waited 0.1 s (MoEConfig.timeout_s) for process 1 to make the workspace" in str(error)
+    assert str(error).endswith("every process must trace the same operations in the same order")
+    assert early.state == "dropped"
+    # The late one does not open what the early one has freed.
+    blocks = [Blocks("x2"), Blocks("y")]
+    assert share(store, blocks) == [None] * 2
+    assert list(blocks[1].opened.values()) == ["x2", "y"]
+
+
+def test_when_one_gives_up_during_an_attempt_all_do():
+    """Process 1 begins to allocate, process 0 gives up waiting, process 1 goes on."""
+    store, given_up = Store(), threading.Event()
+    blocks = [Blocks("x"), Blocks("y", wait=("allocated", given_up))]
+
+    def begin_late():
+        with pytest.raises(TimeoutError, match="process 0 gave up: process 0 waited 0.2 s"):
+            _exchange.share(blocks[1], store, TWO, 1, "key", 30.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(begin_late)
+        (error,) = share(store, blocks[:1], timeout_s=0.2)
+        given_up.set()
+        late.result()
+    assert type(error) is TimeoutError
+    assert [b.state for b in blocks] == ["dropped"] * 2
+    assert blocks[1].opened is None  # process 0 has freed its own
+
+
+def test_an_interrupted_process_tells_the_others():
+    class Interrupted(Blocks):
+        def allocate(self):
+            raise KeyboardInterrupt
+
+    store, blocks = Store(), Interrupted("x")
+    with pytest.raises(KeyboardInterrupt):
+        _exchange.share(blocks, store, TWO, 0, "key", 30.0)
+    assert blocks.state == "dropped"
+    assert share(store, [Blocks("x"), Blocks("y")]) == [None] * 2
+
+
+def test_ranks_must_fit_on_a_host():
+    processes = (*TWO, Process("b 2", ("x",)), Process("b 2", ("y", "z")))
+    assert _exchange.why_not_ranks("expert", 2, 16, processes, []) is None
+    assert _exchange.why_not_ranks("expert", 2, 16, processes, [[1, 0], [2, 3]]) is None
+    assert _exchange.why_not_ranks("expert", 2, 16, processes, [[0, 1], [3, 1]]) == (
+        "axis 'expert' has ranks on the hosts a, b and they must be on one; order the devices of "
+        "the mesh so that the axis stays inside a host"
+    )
+    assert _exchange.why_not_ranks("expert", 3, 16, processes, []) == (
+        "axis 'expert' has 3 ranks, which must be on one host, and the processes of host a drive 2 "
+        "GPU(s)"
+    )
+    assert _exchange.why_not_ranks("expert", 2, 2, processes, []) == (
+        "the processes of host b drive 3 GPUs and at most 2 can share a workspace"
+    )
+
+
+def test_the_ranks_processes_are_those_of_the_mesh_in_use():
+    seen = []
+
+    def shard(x):
+        seen.append(_mesh.rank_processes("expert"))
+        return x
+
+    mesh = make_mesh((2, 4), ("expert", "data"))
+    shard = functools.partial(jax.shard_map, shard, in_specs=P("expert"), out_specs=P("expert"))
+    with jax.set_mesh(mesh):
+        jax.jit(shard())(jnp.ones(2))
+    jax.jit(shard(mesh=mesh))(jnp.ones(2))
+    assert seen == [[[0, 0]] * 4, []]
+
+
+def test_an_axis_over_hosts_runs_on_xla(monkeypatch):
+    hosts = (Process("a 1", ("x",)), Process("b 2", ("x",)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+    monkeypatch.setattr(_mesh, "axis_size", lambda axis: 2)
+    monkeypatch.setattr(_implementation, "why_not_ffi", lambda platform: None)
+    monkeypatch.setattr(_implementation, "_why_not_axis", lambda axis: None)
+    monkeypatch.setattr(_workspace, "processes", lambda timeout_s: hosts)
+    choose = lambda name: _implementation.choose(  # noqa: E731
+        MoEConfig(implementation=name), "expert", hidden=64, intermediate=64
+    )
+    assert choose("auto") == "xla"
+    message = "'expert' has 2 ranks, which must be on one host.* drive 1 GPU.*; 'xla' runs on any"
+    with pytest.raises(ValueError, match=message):
+        choose("ffi")
+    monkeypatch.setattr(_workspace, "processes", lambda timeout_s: TWO)
+    assert choose("auto") == choose("ffi") == "ffi"
+
+
+@pytest.mark.timeout(120)
+def test_two_real_processes():
+    outputs = run_two_processes(lambda address, i: [str(PROGRAM), address, str(i)], timeout=100)
+    for output in outputs:
+        assert "passed" in output
