@@ -4,8 +4,7 @@ The same calls serve the GPU and the host. They are pure: nothing is handed out 
 and the backward but the layer's inputs, so rematerialisation, which needs only those, re-runs no
 forward call whose output nobody wants.
 
-On the GPU matrix operands are bf16: others are rounded before the call. The gradients there are
-those of the "xla" implementation, which needs the same residuals, until its kernels are tested.
+On the GPU matrix operands are bf16: others are rounded before the call.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_megamoe import _mesh, _workspace, _xla
+from jax_megamoe import _mesh, _workspace
 
 
 class Call(NamedTuple):
@@ -28,13 +27,11 @@ class Call(NamedTuple):
       axis_name: the expert axis, None for one device.
       platform: that of the devices, "cpu" or "gpu".
       attributes: name and value of each attribute of the custom calls.
-      xla: the same call of the "xla" implementation.
     """
 
     axis_name: str | None
     platform: str
     attributes: tuple[tuple[str, int | float | str], ...]
-    xla: _xla.Call
 
 
 def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *_) -> Call:
@@ -66,7 +63,6 @@ def make_call(config, axis_name, ranks, x, expert_ids, expert_weights, w_gate, *
             ("timeout_s", float(config.timeout_s)),
             ("reserved_sms", config.reserved_sms),
         ),
-        _xla.Call(axis_name, ranks, config.capacity_factor, config.swiglu_limit),
     )
 
 
@@ -86,13 +82,6 @@ def _forward(call, *args):
 
 
 def _backward(call, residuals, cotangents):
-    if call.platform == "gpu":  # until fused_backward has been tested and timed there
-        return _xla.backward(call.xla, residuals, cotangents)
-    return fused_backward(call, residuals, cotangents)
-
-
-def fused_backward(call, residuals, cotangents):
-    """Returns the cotangents of the six arguments by the custom call."""
     x, expert_ids, expert_weights, *weights = residuals
     rounded, dy = _operand(call, x), _operand(call, cotangents[0])
     operands = (rounded, expert_ids, expert_weights, *(_operand(call, w) for w in weights), dy)

@@ -17,12 +17,12 @@ jax.distributed.initialize(
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from cases import Inputs, Shape, assert_same_bits, make_inputs, sharded  # noqa: E402
+from cases import Inputs, Shape, assert_same_bits, make_inputs, results_of, sharded  # noqa: E402
 from jax._src import distributed  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from jax_megamoe import MoEConfig, _ffi_op, _mesh, moe_mlp  # noqa: E402
+from jax_megamoe import MoEConfig, moe_mlp  # noqa: E402
 
 BF16 = dict(x_dtype=jnp.bfloat16, w_dtype=jnp.bfloat16)
 FFI = MoEConfig(implementation="ffi")
@@ -51,27 +51,22 @@ def spread(inputs, mesh):
     )
 
 
-def gradients(axis_name, ranks, inputs):
-    call = _ffi_op.make_call(FFI, axis_name, ranks, *inputs.args)
-    dx, _, *rest = _ffi_op.fused_backward(call, inputs.args, (inputs.dy, None))
-    return dx, *rest
-
-
 @jax.jit
 def on_one_gpu(inputs):
-    return moe_mlp(*inputs.args, config=FFI), gradients(None, 1, inputs)
+    return results_of(functools.partial(moe_mlp, config=FFI), inputs)
 
 
 def on_two_gpus(mesh):
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
+    operation = functools.partial(moe_mlp, axis_name="expert", config=FFI)
+    return jax.jit(
+        jax.shard_map(
+            functools.partial(results_of, operation),
+            mesh=mesh,
+            in_specs=P("expert"),
+            out_specs=P("expert"),
+            check_vma=False,
+        )
     )
-    def backward(inputs):
-        args = _mesh.vary_alike("expert", *inputs.args)
-        return gradients("expert", 2, Inputs(*args, inputs.dy))
-
-    forward = sharded(mesh, FFI)
-    return jax.jit(lambda inputs: (forward(*inputs.args), backward(inputs)))
 
 
 def check_shards(got, want):

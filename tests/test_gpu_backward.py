@@ -1,7 +1,4 @@
-"""The fused backward on Hopper GPUs, against the oracle.
-
-`moe_mlp` does not use it yet; the tests call it where the custom_vjp will.
-"""
+"""The fused backward on Hopper GPUs, against the oracle."""
 
 from __future__ import annotations
 
@@ -20,26 +17,26 @@ from cases import (
     make_inputs,
     make_mesh,
     oracle,
+    results_of,
 )
 from jax.sharding import PartitionSpec as P
 from test_gpu_forward import BF16, ranks_on_one_gpu
 
-from jax_megamoe import MoEConfig, _ffi_op, _mesh, _runtime
+from jax_megamoe import MoEConfig, _runtime, moe_mlp
 
 pytestmark = pytest.mark.gpu
 
 
-def backward_of(config, axis_name, ranks, args, dy):
-    call = _ffi_op.make_call(config, axis_name, ranks, *args)
-    dx, _, *rest = _ffi_op.fused_backward(call, args, (dy, None))
-    return dx, *rest
+def gradients(inputs, **arguments):
+    """(dx, d_expert_weights, three dw)."""
+    return results_of(functools.partial(moe_mlp, **arguments), inputs)[1:]
 
 
 @functools.cache
 def fused(**config):
     """The jitted gradients on one GPU: inputs -> (dx, d_expert_weights, three dw)."""
     config = MoEConfig(implementation="ffi", **config)
-    return jax.jit(lambda inputs: backward_of(config, None, 1, inputs.args, inputs.dy))
+    return jax.jit(lambda inputs: gradients(inputs, config=config))
 
 
 def check(got, inputs, tolerance=1e-2, **config):
@@ -172,8 +169,7 @@ def test_bits_on_two_gpus_are_those_of_one(routing):
         jax.shard_map, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
     )
     def run(inputs):
-        args = _mesh.vary_alike("expert", *inputs.args)
-        return backward_of(config, "expert", 2, tuple(args), inputs.dy)
+        return gradients(inputs, axis_name="expert", config=config)
 
     for a, b in zip(run(inputs), fused()(inputs), strict=True):
         assert_same_bits(np.asarray(a), np.asarray(b))
