@@ -15,12 +15,15 @@ class Announcer {
  public:
   __device__ __forceinline__ void set(int32_t* counter) { counter_ = counter; }
 
-  // A warp.
-  __device__ __forceinline__ void announce() {
+  // A warp. Also counts in `all`, if there is one.
+  __device__ __forceinline__ void announce(int32_t* all = nullptr) {
     if (counter_ == nullptr) return;
     fence_bulk_copies();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_release_device(counter_, 1);
+    if (threadIdx.x % 32 == 0) {
+      add_release_device(counter_, 1);
+      if (all != nullptr) add_release_device(all, 1);
+    }
     counter_ = nullptr;
   }
 

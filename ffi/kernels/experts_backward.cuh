@@ -195,11 +195,12 @@ struct Backward {
     return weight_work(index - count);
   }
 
-  __device__ Work claim_work() const {
-    Work work;
-    do {
-      work = place_work(atomicAdd(&args.board->tile_claim, 1));
-    } while (work.kind == Kind::kNothing);
+  __device__ int claim() const { return atomicAdd(&args.board->tile_claim, 1); }
+
+  // The work of a claim, or of the next that has some.
+  __device__ Work claimed_work(int index) const {
+    Work work = place_work(index);
+    while (work.kind == Kind::kNothing) work = place_work(claim());
     return work;
   }
 
@@ -208,7 +209,10 @@ struct Backward {
     wait_for_count(&counters[tile], wanted, args.directory, *args.board, phase, tile);
   }
 
-  __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
+  // The weight gradients need all hidden grad tiles of an expert. They wait for those of all
+  // experts, once, which are done long before: looking at each would take longer than loading.
+  __device__ void wait_for_operands(const Work& work, const Pieces& pieces,
+                                    bool& hidden_grads_done) const {
     constexpr int kParts = kConsumerWarps;
     switch (work.kind) {
       case Kind::kRecompute:
@@ -222,9 +226,11 @@ struct Backward {
         wait_for(args.hidden_grad_done, work.m, hidden_columns() * kParts, Phase::kInputGrad);
         break;
       default:
-        for (int tile = work.row / kTileM; tile * kTileM < work.row + work.rows; ++tile) {
-          wait_for(args.hidden_grad_done, tile, hidden_columns() * kParts, Phase::kWeightGrad);
-        }
+        if (hidden_grads_done) return;
+        wait_for(&args.board->hidden_grad_parts, 0,
+                 shared.tile_start[args.shape.local_experts] * hidden_columns() * kParts,
+                 Phase::kWeightGrad);
+        hidden_grads_done = true;
     }
     fence_bulk_copies();
   }
@@ -293,16 +299,18 @@ struct Backward {
     const Pieces pieces(args.hidden);
     RingState<kStages> ring;
     RingState<kTileSlots> pushed, loading;
-    shared.tiles.push(pushed, claim_work());
+    bool hidden_grads_done = false;
+    shared.tiles.push(pushed, claimed_work(claim()));
     for (;; loading.advance()) {
       const Work& work = shared.tiles.work[loading.index()];
       if (work.kind == Kind::kEnd) return;
-      wait_for_operands(work, pieces);
+      const int next = claim();
+      wait_for_operands(work, pieces, hidden_grads_done);
       const int k_blocks = work.k_blocks, stages = k_blocks + epilogue_stages(work);
       const int look_ahead = min(kStages, stages - 1);
-      if (stages == 0) shared.tiles.push(pushed, claim_work());
+      if (stages == 0) shared.tiles.push(pushed, claimed_work(next));
       for (int i = 0; i < stages; ++i) {
-        if (i == look_ahead) shared.tiles.push(pushed, claim_work());
+        if (i == look_ahead) shared.tiles.push(pushed, claimed_work(next));
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
         if (i < k_blocks) {
           load_stage(work, i, ring.index());
@@ -358,46 +366,49 @@ struct Backward {
     announcer.set(&args.gate_up_done[work.m]);
   }
 
-  // Backward of a = silu(g) u, with dS = w dA, for two neighbouring columns. Returns <dA, a>.
+  // Backward of A' = w a with a = silu(g) u, for two neighbouring columns. Turns g and u into their
+  // gradients and returns the columns' part of the routing weight's, <dA, a>.
   // With a limit l: g is min(g, l) and u is clamped to [-l, l]; no gradient passes a clamped value.
-  __device__ __forceinline__ float swiglu_backward(uint32_t& gate, uint32_t& up, float d0, float d1,
+  template <bool kLimit>
+  __device__ __forceinline__ float swiglu_backward(uint32_t& gate, uint32_t& up, const float* d,
                                                    float weight, uint32_t& act) const {
     float g[2] = {__uint_as_float(gate << 16), __uint_as_float(gate & 0xffff0000u)};
     float u[2] = {__uint_as_float(up << 16), __uint_as_float(up & 0xffff0000u)};
-    const float d[2] = {d0, d1};
-    float s[2], a[2], dg[2], du[2], dot = 0.0f;
-    float pass_g[2] = {1.0f, 1.0f}, pass_u[2] = {1.0f, 1.0f};
-    const float limit = args.swiglu_limit;
-    if (limit < INFINITY) {
+    bool pass_g[2] = {true, true}, pass_u[2] = {true, true};
+    if constexpr (kLimit) {
+      const float limit = args.swiglu_limit;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         // Comparisons that a NaN fails, so that it passes through.
-        if (g[j] > limit) g[j] = limit, pass_g[j] = 0.0f;
-        if (u[j] > limit) u[j] = limit, pass_u[j] = 0.0f;
-        if (u[j] < -limit) u[j] = -limit, pass_u[j] = 0.0f;
+        if (g[j] > limit) g[j] = limit, pass_g[j] = false;
+        if (u[j] > limit) u[j] = limit, pass_u[j] = false;
+        if (u[j] < -limit) u[j] = -limit, pass_u[j] = false;
       }
     }
+    float s[2], a[2], dg[2], du[2], dot = 0.0f;
     sigmoid2(g[0], g[1], s[0], s[1]);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float silu = g[j] * s[j];
-      const float ds = weight * d[j];
-      a[j] = silu * u[j];
-      dot += d[j] * a[j];
-      dg[j] = pass_g[j] * (ds * u[j] * (s[j] + silu * (1.0f - s[j])));
-      du[j] = pass_u[j] * (ds * silu);
+      const float d_silu = d[j] * silu;
+      dot += d_silu * u[j];
+      a[j] = weight * silu * u[j];
+      du[j] = pass_u[j] ? weight * d_silu : 0.0f;
+      // silu'(g) = s (1 + g (1 - s))
+      dg[j] = pass_g[j] ? weight * d[j] * u[j] * (s[j] + s[j] * (g[j] - silu)) : 0.0f;
     }
-    act = pack_bf16(weight * a[0], weight * a[1]);
+    act = pack_bf16(a[0], a[1]);
     gate = pack_bf16(dg[0], dg[1]);
     up = pack_bf16(du[0], du[1]);
     return dot;
   }
 
   // 64 columns of a hidden-grad tile's epilogue. `gate` and `up` are the warp's 16 rows of a stage;
-  // their gradients replace them there, each value by the thread that has read it.
+  // their gradients replace them there, each value by the thread that has read it. Rows of padding
+  // are zeros and stay zeros.
+  template <bool kLimit>
   __device__ __forceinline__ void hidden_grad_columns(const float* acc, uint8_t* gate, uint8_t* up,
-                                                      uint8_t* act, const bool (&valid)[2],
-                                                      const float (&weight)[2],
+                                                      uint8_t* act, const float (&weight)[2],
                                                       float (&dot)[2]) const {
     const int lane = lane_here();
 #pragma unroll
@@ -407,13 +418,11 @@ struct Backward {
         const int at = swizzled(lane / 4 + 8 * h, b) + lane % 4 * 4;
         uint32_t& g = *reinterpret_cast<uint32_t*>(gate + at);
         uint32_t& u = *reinterpret_cast<uint32_t*>(up + at);
-        uint32_t dg = valid[h] ? g : 0, du = valid[h] ? u : 0, a;
-        const float* d = acc + 4 * b + 2 * h;
-        const float part = swiglu_backward(dg, du, d[0], d[1], weight[h], a);
-        if (valid[h]) dot[h] += part;
-        g = valid[h] ? dg : 0;  // rows of padding are stored as zeros
-        u = valid[h] ? du : 0;
-        *reinterpret_cast<uint32_t*>(act + at) = valid[h] ? a : 0;
+        uint32_t dg = g, du = u, a;
+        dot[h] += swiglu_backward<kLimit>(dg, du, acc + 4 * b + 2 * h, weight[h], a);
+        g = dg;
+        u = du;
+        *reinterpret_cast<uint32_t*>(act + at) = a;
       }
     }
   }
@@ -423,11 +432,12 @@ struct Backward {
                                                    float* acc) {
     const int chunks = epilogue_stages(work);
     if (work.rows <= static_cast<int>(warpgroup) * 64) {
-      announcer.announce();
+      announcer.announce(&args.board->hidden_grad_parts);
       skip(shared.stages, ring, work.k_blocks + chunks);
     } else {
-      multiply<kCooperative, Major::K, Major::K>(shared.stages, ring, warpgroup, work.k_blocks, acc,
-                                                 [&] { announcer.announce(); });
+      multiply<kCooperative, Major::K, Major::K>(
+          shared.stages, ring, warpgroup, work.k_blocks, acc,
+          [&] { announcer.announce(&args.board->hidden_grad_parts); });
       // Of the warp's 16 rows, in the tile.
       const int first = warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
       float weight[2], dot[2] = {0.0f, 0.0f};
@@ -446,7 +456,11 @@ struct Backward {
         uint8_t* gate = shared.stages.a[stage] + first * 128;
         uint8_t* up = shared.stages.b[stage] + first * 128;
         shared.stages.full[stage].wait(ring.phase());
-        hidden_grad_columns(acc + 32 * c, gate, up, act, valid, weight, dot);
+        if (args.swiglu_limit < INFINITY) {
+          hidden_grad_columns<true>(acc + 32 * c, gate, up, act, weight, dot);
+        } else {
+          hidden_grad_columns<false>(acc + 32 * c, gate, up, act, weight, dot);
+        }
         const auto store = [&](const uint8_t* rows, __nv_bfloat16* pool) {
           store_rows(rows, RowAddress(pool, work.row + first, args.intermediate,
                                       work.n * kHiddenN + 64 * c, 2));
@@ -573,7 +587,7 @@ struct Backward {
         if (work.kind != Kind::kHiddenGrad) break;
         hidden_grad_tile(work, warpgroup, ring, announcer, acc);
       }
-      announcer.announce();
+      announcer.announce(&args.board->hidden_grad_parts);
     }
     mark(2);
     Turns::start(warpgroup, tile_ring.count % 2);

@@ -146,6 +146,7 @@ struct Planner {
     if (thread == 0) {
       args.board->tile_claim = 0;
       args.board->pull_claim = 0;
+      args.board->hidden_grad_parts = 0;
     }
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
       CountPullChunk(WarpTeam(), shape, args.plan, round, chunk, scratch);

@@ -55,6 +55,7 @@ struct Board {
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
   int32_t tile_claim, pull_claim;  // next work of the round
+  int32_t hidden_grad_parts;       // kHiddenGradDone of all tiles of the round
   uint32_t plan_barrier;
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
