@@ -17,7 +17,9 @@ from cases import (
     make_inputs,
     make_mesh,
     oracle,
+    relative_error,
     results_of,
+    sharded,
 )
 from jax.sharding import PartitionSpec as P
 from test_gpu_forward import BF16, ranks_on_one_gpu
@@ -30,6 +32,10 @@ pytestmark = pytest.mark.gpu
 def gradients(inputs, **arguments):
     """(dx, d_expert_weights, three dw)."""
     return results_of(functools.partial(moe_mlp, **arguments), inputs)[1:]
+
+
+def single_gpu(*args):
+    return moe_mlp(*args, config=MoEConfig(implementation="ffi"))
 
 
 @functools.cache
@@ -173,3 +179,57 @@ def test_bits_on_two_gpus_are_those_of_one(routing):
 
     for a, b in zip(run(inputs), fused()(inputs), strict=True):
         assert_same_bits(np.asarray(a), np.asarray(b))
+
+
+def test_offsets_beyond_int32():
+    """Slots x hidden is past 2**31 elements; tokens are independent, so the last ones suffice."""
+    shape = Shape(tokens=131073, top_k=8, experts=8, hidden=2112, intermediate=64)
+    inputs = make_inputs(shape, "skewed", **BF16)
+    assert shape.tokens * shape.top_k * shape.hidden > 2**31
+    y, dx, d_expert_weights = jax.jit(lambda i: results_of(single_gpu, i)[:3])(inputs)
+    last = inputs._replace(
+        x=inputs.x[-64:],
+        expert_ids=inputs.expert_ids[-64:],
+        expert_weights=inputs.expert_weights[-64:],
+        dy=inputs.dy[-64:],
+    )
+    want = oracle(last)
+    for got, wanted in ((y, want.y), (dx, want.dx), (d_expert_weights, want.d_expert_weights)):
+        assert relative_error(got[-64:], wanted) <= 1e-2
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_layers_in_a_scan_are_those_of_a_loop(checkpoint):
+    layers = [make_inputs(seed=seed, scale=0.5, **BF16) for seed in range(3)]
+    stacked = [jnp.stack(a) for a in zip(*(i.args[1:] for i in layers), strict=True)]
+
+    def layer(x, args):
+        return x + single_gpu(x, *args), None
+
+    def loop(x, ids, *rest):
+        for i in range(3):
+            x, _ = layer(x, [a[i] for a in (ids, *rest)])
+        return x
+
+    def scan(x, *args):
+        return jax.lax.scan(jax.checkpoint(layer) if checkpoint else layer, x, args)[0]
+
+    x, dy = layers[0].x, layers[0].dy
+    got, want = (
+        jax.jit(lambda x, ids, *rest, f=f: jax.vjp(lambda x, *r: f(x, ids, *r), x, *rest)[1](dy))(
+            x, *stacked
+        )
+        for f in (scan, loop)
+    )
+    assert_same_bits(got, want)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_a_mesh_of_data_and_experts(shape):
+    inputs = make_inputs(Shape(tokens=258, top_k=3, experts=8), **BF16)
+    mesh = make_mesh(shape, ("data", "expert"), devices=jax.devices("gpu"))
+    got = jax.jit(lambda i: results_of(sharded(mesh, MoEConfig(implementation="ffi")), i))(inputs)
+    assert_close(got, oracle(inputs), 1e-2)
+    one = jax.jit(lambda i: results_of(single_gpu, i))(inputs)
+    assert_same_bits([np.asarray(a) for a in got[:3]], [np.asarray(a) for a in one[:3]])

@@ -62,6 +62,8 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.gate_pool = launch.at<__nv_bfloat16>(layout.common.gate_pool);
   args.up_pool = launch.at<__nv_bfloat16>(layout.common.up_pool);
   args.act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
+  args.combine = launch.combine_of(call.dx, call.dx_is_f32);
+  args.board_offset = layout.common.flags;
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);
   args.gate_up_done = launch.progress(kGateUpDone);
@@ -87,7 +89,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
     if (launch.rounds() > 1) write_carried_kernel<<<launch.sms, 256, 0, stream>>>(args);
   }
   launch.finish();
-  launch.combine(call.dx, call.dx_is_f32);
+  launch.combine(args.combine, &launch.board->combine_claim);
   const int64_t slots = int64_t{plan.tokens} * plan.top_k;
   collect_dots_kernel<<<launch.sms, 256, 0, stream>>>(
       launch.at<const float>(layout.common.returned_weights), call.expert_ids, slots,

@@ -1,4 +1,4 @@
-// The weighted sum at the home rank.
+// The sum over a token's slots at its home rank.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,36 +34,48 @@ __device__ __forceinline__ void store_row(float* to, const float (&sum)[8]) {
   reinterpret_cast<float4*>(to)[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
 }
 
-// out[t] = sum over routed slots k, in slot order, of returned[k][t], in fp32. One warp a token;
-// unrouted slots are never read, so what they hold does not matter.
-template <class Out>
-__global__ void combine_kernel(const char* returned, const int32_t* ids, int32_t tokens,
-                               int32_t top_k, int32_t num_experts, int32_t hidden, Out* out) {
-  const int lane = threadIdx.x % 32;
-  const int warps = gridDim.x * (blockDim.x / 32);
-  const int64_t slot_bytes = int64_t{tokens} * hidden * 2;
-  for (int t = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; t < tokens; t += warps) {
+// What the home rank sums: out[t] = sum over routed slots k, in slot order, of returned[k][t], in
+// fp32. Unrouted slots are never read, so what they hold does not matter.
+struct Combine {
+  const char* returned;  // [K, T, H] bf16
+  const int32_t* ids;    // [T, K]
+  int32_t tokens, top_k, num_experts, hidden;
+  void* out;  // [T, H]
+  bool out_is_f32;
+
+  // A warp; loads of kBatch slots do not wait for each other.
+  template <int kBatch>
+  __device__ __forceinline__ void token(int t) const {
+    const int lane = threadIdx.x % 32;
+    const int64_t slot_bytes = int64_t{tokens} * hidden * 2;
     const int id = lane < top_k ? ids[int64_t{t} * top_k + lane] : -1;
     const uint32_t routed = __ballot_sync(~0u, id >= 0 && id < num_experts);
     const char* row = returned + int64_t{t} * hidden * 2;
     for (int column = lane * 8; column < hidden; column += 32 * 8) {
       float sum[8] = {};
-      for (int first = 0; first < top_k; first += 8) {
-        uint4 part[8];
+      for (int first = 0; first < top_k; first += kBatch) {
+        uint4 part[kBatch];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
           if (routed >> (first + i) & 1) {
             part[i] = *reinterpret_cast<const uint4*>(row + (first + i) * slot_bytes + column * 2);
           }
         }
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kBatch; ++i) {
           if (routed >> (first + i) & 1) add_bf16x8(sum, part[i]);
         }
       }
-      store_row(out + int64_t{t} * hidden + column, sum);
+      const int64_t at = int64_t{t} * hidden + column;
+      if (out_is_f32) {
+        store_row(static_cast<float*>(out) + at, sum);
+      } else {
+        store_row(static_cast<__nv_bfloat16*>(out) + at, sum);
+      }
     }
   }
-}
+};
+
+constexpr int kCombineTokens = 4;  // of a chunk that a warp claims
 
 }  // namespace megamoe

@@ -1,5 +1,6 @@
 // The backward pass of one round as one persistent kernel, organised as the forward one
-// (experts.cuh): a loader thread, a puller warp, two multiplying and storing warpgroups.
+// (experts.cuh): a loader thread, a puller warp, two multiplying and storing warpgroups; and two
+// warps that combine.
 //
 //   pull         x and dy rows -> pools
 //   recompute    x_pool @ w_gate, w_up                     -> gate_pool, up_pool
@@ -9,6 +10,7 @@
 //   input grad   dG @ w_gate^T + dU @ w_up^T -> row segments pushed to the home rank
 //   weight grad  x^T dG, x^T dU, A'^T dy over an expert's rows; no communication, so it covers the
 //                return of the input gradients
+//   combine      meanwhile: the sum of a token's input gradients, once all ranks have pushed theirs
 //
 // All tiles of one product are claimed before those of the next. Rows beyond an expert's last are
 // zero up to the next multiple of 64 in every pool, because the weight gradient contracts over
@@ -21,6 +23,7 @@
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
 #include "ffi/kernels/announce.cuh"
+#include "ffi/kernels/combine.cuh"
 #include "ffi/kernels/pull.cuh"
 #include "ffi/kernels/push.cuh"
 #include "ffi/kernels/sync.cuh"
@@ -54,6 +57,8 @@ struct BackwardArgs {
   float* partial_dots;
   float* carried;  // [3][2][H, I] f32, down: [I, H]
   void* dw[3];
+  Combine combine;
+  int64_t board_offset;
   int32_t hidden, intermediate;
   int32_t round;
   float swiglu_limit;
@@ -115,6 +120,7 @@ struct Backward {
     int32_t row_start[kMaxLocalExperts];
     int32_t rows[kMaxLocalExperts];
     int8_t carried[kMaxLocalExperts];
+    int32_t ending;  // the loader has no more tiles
   };
 
   const BackwardMaps& maps;
@@ -303,7 +309,10 @@ struct Backward {
     shared.tiles.push(pushed, claimed_work(claim()));
     for (;; loading.advance()) {
       const Work& work = shared.tiles.work[loading.index()];
-      if (work.kind == Kind::kEnd) return;
+      if (work.kind == Kind::kEnd) {
+        *static_cast<volatile int32_t*>(&shared.ending) = 1;
+        return;
+      }
       const int next = claim();
       wait_for_operands(work, pieces, hidden_grads_done);
       const int k_blocks = work.k_blocks, stages = k_blocks + epilogue_stages(work);
@@ -319,6 +328,55 @@ struct Backward {
         }
         ring.advance();
       }
+    }
+  }
+
+  // ---- combining warps ------------------------------------------------------------------------
+
+  __device__ bool last_round() const { return args.round + 1 >= NumRounds(args.shape, args.plan); }
+
+  // By each consumer warp once it has pushed its last row of the round. The last of all CTAs tells
+  // every rank.
+  __device__ void finish_pushing() const {
+    __threadfence_system();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    const int parts = gridDim.x * kConsumerWarps;
+    if (atomicAdd(&args.board->pushed_parts, 1) + 1 < parts || !last_round()) return;
+    __threadfence_system();
+    for (int rank = 0; rank < args.shape.ranks; ++rank) {
+      Board* board = reinterpret_cast<Board*>(args.board->block[rank] + args.board_offset);
+      store_release_system(&board->pushed[args.board->rank], args.board->epoch);
+    }
+  }
+
+  __device__ bool all_pushed() const {
+    const int lane = threadIdx.x % 32;
+    const bool here = lane >= args.shape.ranks ||
+                      load_acquire_system(&args.board->pushed[lane]) >= args.board->epoch;
+    return __all_sync(~0u, here);
+  }
+
+  __device__ bool ending() const {
+    return __any_sync(~0u, *static_cast<volatile int32_t*>(&shared.ending) != 0);
+  }
+
+  // Combines while the consumers are at the weight gradients, never longer: a peer may be late, and
+  // combine_kernel does what is left.
+  __device__ void combine() const {
+    if (!last_round()) return;
+    while (!all_pushed()) {
+      if (ending()) return;
+      __nanosleep(1000);
+    }
+    const int chunks = (args.combine.tokens + kCombineTokens - 1) / kCombineTokens;
+    while (!ending()) {
+      int chunk = 0;
+      if (threadIdx.x % 32 == 0) chunk = atomicAdd(&args.board->combine_claim, 1);
+      chunk = __shfl_sync(~0u, chunk, 0);
+      if (chunk >= chunks) return;
+      const int end = min((chunk + 1) * kCombineTokens, args.combine.tokens);
+      for (int t = chunk * kCombineTokens; t < end; ++t) args.combine.token<4>(t);
     }
   }
 
@@ -595,6 +653,7 @@ struct Backward {
       float acc[kAccumulators<kPingPong>] = {};
       take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring, acc); });
     }
+    finish_pushing();
     mark(3);
     float acc[kAccumulators<kPingPong>] = {};
     take_turns(Kind::kWeightGrad, tile_ring, ring, [&] { weight_grad_tile(tile_ring, ring, acc); });
@@ -613,6 +672,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (args.round > 0 && args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
     shared.stages.init(1);
+    shared.ending = 0;
     shared.pull.init();
     shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
@@ -627,6 +687,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (threadIdx.x == 0) backward.load();
     } else if (warp == 1) {
       Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
+    } else {
+      backward.combine();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();

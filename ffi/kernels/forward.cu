@@ -1,4 +1,5 @@
 #include "ffi/gemm/tensor_map.h"
+#include "ffi/kernels/combine.cuh"
 #include "ffi/kernels/experts.cuh"
 #include "ffi/kernels/stages.h"
 
@@ -42,7 +43,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
     experts_kernel<<<launch.sms, kThreads, sizeof(ExpertsShared), stream>>>(maps, args);
   }
   launch.finish();
-  launch.combine(call.y, call.y_is_f32);
+  launch.combine(launch.combine_of(call.y, call.y_is_f32), nullptr);
   return status_text(cudaGetLastError());
 }
 

@@ -147,6 +147,8 @@ struct Planner {
       args.board->tile_claim = 0;
       args.board->pull_claim = 0;
       args.board->hidden_grad_parts = 0;
+      args.board->pushed_parts = 0;
+      args.board->combine_claim = 0;
     }
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
       CountPullChunk(WarpTeam(), shape, args.plan, round, chunk, scratch);

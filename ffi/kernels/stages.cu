@@ -8,6 +8,16 @@
 namespace megamoe {
 namespace {
 
+// One warp a token; those before the chunk *claimed have been combined already, if it is given.
+__global__ void combine_kernel(Combine combine, const int32_t* claimed) {
+  const int first = claimed == nullptr ? 0 : *claimed * kCombineTokens;
+  const int warps = gridDim.x * (blockDim.x / 32);
+  for (int t = first + blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; t < combine.tokens;
+       t += warps) {
+    combine.token<8>(t);
+  }
+}
+
 int multiprocessors() {
   int device = 0, count = 0;
   cudaGetDevice(&device);
@@ -59,19 +69,15 @@ void Launch::finish() const {
   finish_kernel<<<1, 32, 0, stream>>>(call.directory, layout.common.flags, shape.plan.ranks);
 }
 
-void Launch::combine(void* out, bool is_f32) const {
+Combine Launch::combine_of(void* out, bool is_f32) const {
   const PlanShape& plan = shape.plan;
-  const char* returned = at<const char>(layout.common.returned);
-  const int experts = plan.ranks * plan.local_experts;
-  const int ctas = std::max(1, std::min(8 * sms, (plan.tokens + 7) / 8));
-  if (is_f32) {
-    combine_kernel<<<ctas, 256, 0, stream>>>(returned, call.expert_ids, plan.tokens, plan.top_k,
-                                             experts, shape.hidden, static_cast<float*>(out));
-  } else {
-    combine_kernel<<<ctas, 256, 0, stream>>>(returned, call.expert_ids, plan.tokens, plan.top_k,
-                                             experts, shape.hidden,
-                                             static_cast<__nv_bfloat16*>(out));
-  }
+  return {at<const char>(layout.common.returned), call.expert_ids, plan.tokens, plan.top_k,
+          plan.ranks * plan.local_experts,        shape.hidden,    out,         is_f32};
+}
+
+void Launch::combine(const Combine& combine, const int32_t* claimed) const {
+  const int ctas = std::max(1, std::min(8 * sms, (combine.tokens + 7) / 8));
+  combine_kernel<<<ctas, 256, 0, stream>>>(combine, claimed);
 }
 
 int Launch::rounds() const {
@@ -89,8 +95,7 @@ std::string load_kernels() {
   for (const void* kernel :
        {reinterpret_cast<const void*>(meet_kernel), reinterpret_cast<const void*>(finish_kernel),
         reinterpret_cast<const void*>(plan_kernel),
-        reinterpret_cast<const void*>(combine_kernel<float>),
-        reinterpret_cast<const void*>(combine_kernel<__nv_bfloat16>)}) {
+        reinterpret_cast<const void*>(combine_kernel)}) {
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status_text(status);
   }

@@ -9,6 +9,7 @@
 
 namespace megamoe {
 
+struct Combine;
 struct PlanArgs;
 
 // One call on its way onto a stream.
@@ -22,7 +23,9 @@ class Launch {
   void plan(int round, int32_t* expert_load, int32_t* counters) const;
   void finish() const;
   // out [T, H] = sum over slots of the rows that were pushed here.
-  void combine(void* out, bool is_f32) const;
+  Combine combine_of(void* out, bool is_f32) const;
+  // `claimed`: chunks that the experts kernel has combined, may be null.
+  void combine(const Combine& combine, const int32_t* claimed) const;
 
   // Rounds that the shape may need; at least one, which also makes the plan.
   int rounds() const;

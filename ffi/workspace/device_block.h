@@ -47,15 +47,19 @@ struct Mail {
 struct Board {
   uint64_t epoch;              // calls that this device has begun
   Mail mail[kMaxDevices];      // written by device i of the directory
-  uint64_t done[kMaxDevices];  // last epoch whose rows rank r has pushed here
-  int32_t group, rank;         // of the call in progress
-  char* block[kMaxDevices];    // by rank, in the call in progress
+  uint64_t done[kMaxDevices];  // last epoch that rank r has finished: its rows are here
+  // Backward pass: last epoch whose rows rank r has pushed here, told while its kernel still runs.
+  uint64_t pushed[kMaxDevices];
+  int32_t group, rank;       // of the call in progress
+  char* block[kMaxDevices];  // by rank, in the call in progress
   const void* x[kMaxDevices];
   const void* dy[kMaxDevices];
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
   int32_t tile_claim, pull_claim;  // next work of the round
   int32_t hidden_grad_parts;       // kHiddenGradDone of all tiles of the round
+  int32_t pushed_parts;            // consumer warps that push no more rows in the round
+  int32_t combine_claim;           // next chunk of tokens to combine
   uint32_t plan_barrier;
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
