@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_megamoe import _mesh
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.op import MoEStats
 
@@ -47,20 +48,30 @@ def moe_mlp(
     def gather(a):
         return a if axis_name is None else jax.lax.all_gather(a, axis_name, tiled=True)
 
-    gate, up, down = (gather(w).astype(jnp.float32) for w in (w_gate, w_up, w_down))
-    x32 = x.astype(jnp.float32)
-    y = jnp.zeros((tokens, down.shape[-1]), jnp.float32)
+    # One kind of carry, whatever the arguments vary over inside a shard_map.
+    x32, ids, weights, *experts = _mesh.vary_alike(
+        axis_name,
+        x.astype(jnp.float32),
+        expert_ids,
+        expert_weights,
+        *(gather(w).astype(jnp.float32) for w in (w_gate, w_up, w_down)),
+    )
+
+    def add_expert(y, expert):
+        e, gate, up, down = expert
+        weight = jnp.where(ids == e, weights, 0.0)
+        routed = (ids == e).any(axis=1, keepdims=True)
+        xe = jnp.where(routed, x32, 0.0)
+        g, u = xe @ gate, xe @ up
+        if config.swiglu_limit is not None:
+            g = jnp.minimum(g, config.swiglu_limit)
+            u = jnp.clip(u, -config.swiglu_limit, config.swiglu_limit)
+        out = (jax.nn.silu(g) * u) @ down
+        return y + jnp.where(routed, weight.sum(axis=1, keepdims=True) * out, 0.0), None
+
     with jax.default_matmul_precision("highest"):
-        for e in range(num_experts):
-            weight = jnp.where(expert_ids == e, expert_weights, 0.0)
-            routed = (expert_ids == e).any(axis=1, keepdims=True)
-            xe = jnp.where(routed, x32, 0.0)
-            g, u = xe @ gate[e], xe @ up[e]
-            if config.swiglu_limit is not None:
-                g = jnp.minimum(g, config.swiglu_limit)
-                u = jnp.clip(u, -config.swiglu_limit, config.swiglu_limit)
-            out = (jax.nn.silu(g) * u) @ down[e]
-            y = y + jnp.where(routed, weight.sum(axis=1, keepdims=True) * out, 0.0)
+        y = _mesh.zeros((tokens, w_down.shape[-1]), jnp.float32, like=x32)
+        y, _ = jax.lax.scan(add_expert, y, (jnp.arange(num_experts), *experts))
     y = y.astype(x.dtype)
     if not return_stats:
         return y

@@ -310,7 +310,7 @@ struct Backward {
     for (;; loading.advance()) {
       const Work& work = shared.tiles.work[loading.index()];
       if (work.kind == Kind::kEnd) {
-        *static_cast<volatile int32_t*>(&shared.ending) = 1;
+        atomicExch(&shared.ending, 1);
         return;
       }
       const int next = claim();
@@ -358,7 +358,8 @@ struct Backward {
   }
 
   __device__ bool ending() const {
-    return __any_sync(~0u, *static_cast<volatile int32_t*>(&shared.ending) != 0);
+    const int32_t here = threadIdx.x % 32 == 0 ? atomicAdd(&shared.ending, 0) : 0;
+    return __shfl_sync(~0u, here, 0) != 0;
   }
 
   // Combines while the consumers are at the weight gradients, never longer: a peer may be late, and
