@@ -14,7 +14,7 @@ import pytest
 from cases import require_ffi
 
 from jax_megamoe import MoEConfig, bench
-from jax_megamoe._bench import layer, report, timing
+from jax_megamoe._bench import layer, report, timeline, timing
 
 _KEYS = {
     *("shape", "pass", "precision", "implementation", "routing", "gpus", "tokens_per_gpu"),
@@ -179,3 +179,11 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_timeline_gives_the_phases_between_marks():
+    marks = np.zeros((4, 8), np.uint64)  # the last CTA was not launched
+    marks[:3, :3] = [[1000, 5000, 9000], [1100, 6000, 9000], [1200, 7000, 12000]]
+    took, spread = timeline.durations(marks, 2)
+    np.testing.assert_allclose(took, [4.9, 3.0])
+    np.testing.assert_allclose(spread, [2.0, 3.0])

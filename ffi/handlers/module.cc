@@ -258,7 +258,7 @@ NB_MODULE(_ffi, m) {
     const std::string refusal = fill_cuda_workspace(key, byte);
     if (!refusal.empty()) throw nb::value_error(refusal.c_str());
   });
-  // See ffi/kernels/timeline.cuh.
+  m.attr("timeline_marks") = kTimelineMarks;
   m.def("forward_timeline", forward_timeline);
   m.def("backward_timeline", backward_timeline);
 #endif

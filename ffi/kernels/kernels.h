@@ -66,7 +66,9 @@ struct BackwardCall : ExpertCall {
 std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream);
 std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream);
 
-// See timeline.cuh.
+// When each CTA of the newest launch on the current device began and ended its phases, in
+// nanoseconds, [CTA][kTimelineMarks]; empty where the build keeps none. See timeline.cuh.
+constexpr int kTimelineMarks = 8;
 std::vector<uint64_t> forward_timeline();
 std::vector<uint64_t> backward_timeline();
 

@@ -1,5 +1,5 @@
 // When each CTA went from one phase to the next, in builds for measuring only
-// (-DMEGAMOE_TIMELINE; `python -m jax_megamoe.bench --timeline` prints them).
+// (JAX_MEGAMOE_TIMELINE; jax_megamoe/_bench/timeline.py prints them).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,12 +8,12 @@
 #include <vector>
 
 #include "ffi/gemm/core.h"
+#include "ffi/kernels/kernels.h"
 #include "ffi/kernels/sync.cuh"
 
 namespace megamoe {
 
 constexpr int kTimelineCtas = 160;
-constexpr int kTimelineMarks = 8;
 
 #ifdef MEGAMOE_TIMELINE
 static __device__ uint64_t timeline[kTimelineCtas][kTimelineMarks];
