@@ -22,7 +22,7 @@ from cases import (
     sharded,
 )
 from jax.sharding import PartitionSpec as P
-from test_gpu_forward import BF16, ranks_on_one_gpu
+from test_gpu_forward import BF16, QWEN3_LAYERS, ranks_on_one_gpu
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
 
@@ -76,9 +76,9 @@ def test_odd_sizes_are_the_oracles(hidden, intermediate):
     check(fused()(inputs), inputs)
 
 
-@pytest.mark.parametrize(("hidden", "intermediate"), [(2048, 768), (4096, 1536)])
-def test_the_qwen3_layers_are_the_oracles(hidden, intermediate):
-    shape = Shape(tokens=1024, top_k=8, experts=128, hidden=hidden, intermediate=intermediate)
+@pytest.mark.parametrize(("hidden", "intermediate", "experts"), QWEN3_LAYERS)
+def test_the_qwen3_layers_are_the_oracles(hidden, intermediate, experts):
+    shape = Shape(tokens=1024, top_k=8, experts=experts, hidden=hidden, intermediate=intermediate)
     inputs = make_inputs(shape, **BF16)
     check(fused()(inputs), inputs)
 

@@ -4,10 +4,10 @@
 //   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
 //     plan     first round: gather all ids; rows, tiles and targets of this rank's experts
 //              every round: which rows to pull, in the order of use
-//     experts  pull rows; gate/up, SwiGLU, down; push result rows home
-//              (in the backward pass the kernels of experts_backward.cuh)
+//     experts  pull rows; gate/up, SwiGLU, down; push result rows home (experts.cuh; in the
+//              backward pass experts_backward.cuh and small kernels around it)
 //   finish     every rank has pushed
-//   combine    sum each token's slots
+//   combine    sum each token's slots (the backward pass has begun it in experts)
 //
 // Why a row of kernels and not one: a kernel boundary is the cheapest grid barrier, and a rank
 // waits for its peers only in meet and finish, which are one warp each. A CTA of the expert kernels

@@ -1,4 +1,8 @@
 // Fetching token rows from their owners: the work of a puller warp.
+//
+// The rows are copied into pools, each to every place that needs it, because TMA cannot gather rows
+// on Hopper. Gathering them into the stages with cp.async instead, without a pool, was measured on
+// H200 and made the 30B forward pass 7% slower: two warps cannot fill stages as fast as TMA does.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
