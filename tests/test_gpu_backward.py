@@ -233,3 +233,45 @@ def test_a_mesh_of_data_and_experts(shape):
     assert_close(got, oracle(inputs), 1e-2)
     one = jax.jit(lambda i: results_of(single_gpu, i))(inputs)
     assert_same_bits([np.asarray(a) for a in got[:3]], [np.asarray(a) for a in one[:3]])
+
+
+@pytest.mark.parametrize(
+    ("argument", "step"), [("x", 0.03), ("expert_weights", 0.5), ("w_up", 0.5), ("w_down", 0.5)]
+)
+def test_finite_differences(argument, step):
+    """Along a random direction; y is linear in all of these but x."""
+    inputs = make_inputs(
+        Shape(tokens=128, hidden=128, intermediate=64, experts=4), x_dtype=jnp.float32
+    )
+    value = getattr(inputs, argument)
+    direction = jax.random.normal(jax.random.key(1), value.shape, value.dtype)
+
+    def loss(value):
+        y = single_gpu(*inputs._replace(**{argument: value}).args)
+        return jnp.vdot(y.astype(jnp.float32), inputs.dy.astype(jnp.float32))
+
+    there, back = (jax.jit(loss)(value + s * direction) for s in (step, -step))
+    want = (there - back) / (2 * step)
+    got = jnp.vdot(jax.jit(jax.grad(loss))(value), direction)
+    norm = jnp.linalg.norm(jax.jit(jax.grad(loss))(value).astype(jnp.float32))
+    assert abs(got - want) <= 0.05 * norm
+
+
+def test_gradients_of_micro_batches_add_up():
+    inputs = make_inputs(Shape(tokens=256), x_dtype=jnp.bfloat16, w_dtype=jnp.float32)
+    whole = fused()(inputs)
+    halves = [
+        fused()(
+            inputs._replace(
+                x=inputs.x[part],
+                expert_ids=inputs.expert_ids[part],
+                expert_weights=inputs.expert_weights[part],
+                dy=inputs.dy[part],
+            )
+        )
+        for part in (slice(0, 128), slice(128, 256))
+    ]
+    for a, b, c in zip(whole[:2], *(h[:2] for h in halves), strict=True):
+        assert_same_bits(a, jnp.concatenate([b, c]))
+    for a, b, c in zip(whole[2:], *(h[2:] for h in halves), strict=True):
+        assert relative_error(b + c, a) <= 1e-5

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.gpu
 
 BF16 = dict(x_dtype=jnp.bfloat16, w_dtype=jnp.bfloat16)
 FFI = MoEConfig(implementation="ffi")
-# H, I and E of the 30B layer, and of the 235B layer with a quarter of its experts: their weights are
-# drawn on the host.
+# H, I and E of the 30B layer, and of the 235B layer with a quarter of its experts: drawing more
+# weights takes the host longer than the rest of the test.
 QWEN3_LAYERS = [(2048, 768, 128), (4096, 1536, 32)]
 _keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
 
