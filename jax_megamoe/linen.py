@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jax_megamoe import _mesh
 from jax_megamoe._layer import (
@@ -100,13 +100,13 @@ class MoE(nn.Module):
                 return self.param(name, init, shape, dtype)
             mesh = _mesh.resolve(self.mesh, self.expert_axis)
 
-            # nn.Partitioned only asserts the sharding where axes are Explicit.
+            # nn.Partitioned only asserts the sharding where axes are Explicit, and a mesh that it is
+            # given must have none.
             def placed(*args):
                 return _mesh.reshard(init(*args), mesh, PartitionSpec(*spec))
 
-            return self.param(
-                name, nn.with_partitioning(placed, spec, mesh=self.mesh), shape, dtype
-            )
+            given = None if AxisType.Explicit in mesh.axis_types else self.mesh
+            return self.param(name, nn.with_partitioning(placed, spec, mesh=given), shape, dtype)
 
         experts, hidden, inner = self.num_experts, self.hidden, self.intermediate
         up = (experts, hidden, inner), self.param_dtype, self.expert_axis, self.fsdp_axis, None

@@ -182,6 +182,22 @@ def test_linen_on_a_mesh(axis_type):
     np.testing.assert_array_equal(aux.expert_load, want_aux.expert_load)
 
 
+@pytest.mark.parametrize("fsdp_axis", [None, "data"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_linen_with_a_mesh_argument(axis_type, fsdp_axis):
+    x = jnp.asarray(next(batch()))
+    plain = jax_megamoe.linen.MoE(H, I, E, K)
+    want, _ = plain.apply(plain.init(jax.random.key(0), x), x)
+    options = dict(mesh=mesh_of(2, 4, axis_type), expert_axis="expert", fsdp_axis=fsdp_axis)
+    layer = jax_megamoe.linen.MoE(H, I, E, K, **options)
+    variables = layer.init(jax.random.key(0), x)
+    w_up = linen.unbox(variables)["params"]["w_up"]
+    assert w_up.sharding.spec == P("expert", fsdp_axis, None)
+    for apply in (layer.apply, jax.jit(layer.apply)):
+        got, _ = apply(variables, x)
+        assert relative_error(np.asarray(got), np.asarray(want)) < 1e-5
+
+
 def test_stacked_layers_on_a_mesh():
     mesh = mesh_of(2, 4)
     with jax.set_mesh(mesh):
