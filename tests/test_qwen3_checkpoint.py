@@ -291,6 +291,17 @@ def test_formats_of_compute_and_storage():
         assert {a.dtype for a in jax.tree.leaves(model.arrays())} == {jnp.dtype(storage)}
 
 
+@pytest.mark.parametrize("stored, other", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_saved_folder_says_the_format_of_its_tensors(tmp_path, stored, other):
+    """Whatever the configuration says of the checkpoint that it came from."""
+    config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1, dtype=other)
+    model = Qwen3MoE(config, rngs=nnx.Rngs(0), param_dtype=stored)
+    save_hf(model, tmp_path)
+    again = load_hf(tmp_path)
+    assert again.config.dtype == stored
+    arrays_equal(again, model)
+
+
 def test_float16_checkpoint_is_computed_in_float32(tmp_path):
     def halve(content):
         content.update({key: value.astype(np.float16) for key, value in content.items()})

@@ -191,14 +191,14 @@ class Qwen3MoEConfig:
     def to_hf(self) -> dict[str, Any]:
         """The content of `config.json`, in the keys that transformers 4 and 5 both read."""
         values = dataclasses.asdict(self)
-        eos = values.pop("eos_token_ids")
+        eos, dtype = values.pop("eos_token_ids"), values.pop("dtype")
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             **values,
             "mlp_only_layers": list(self.mlp_only_layers),
             "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
-            "torch_dtype": values.pop("dtype"),
+            "torch_dtype": dtype,
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "rope_scaling": None,
