@@ -171,6 +171,53 @@ def test_when_one_gives_up_during_an_attempt_all_do():
     assert blocks[1].opened is None  # process 0 has freed its own
 
 
+def test_one_that_waits_already_is_told_of_a_failure():
+    """Process 0 has opened its blocks and waits for process 1, which then cannot."""
+    opened = threading.Event()
+
+    class First(Blocks):
+        def open(self, *args):
+            super().open(*args)
+            opened.set()
+
+    blocks = [First("x"), Blocks("y", fail="opened", wait=("opened", opened))]
+    other, _ = share(Store(), blocks, timeout_s=5.0)
+    assert type(other) is ValueError and str(other) == "process 1 gave up: no memory to be opened"
+    assert [b.state for b in blocks] == ["dropped"] * 2
+
+
+class Scripted(Store):
+    """Process 1 ends the attempt with `verdict` while process 0 waits for it to have opened."""
+
+    def __init__(self, verdict, came):
+        super().__init__()
+        self.verdict, self.came = verdict, came
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        if key.endswith("allocated/1"):
+            return _exchange._done(["y"])
+        if key.endswith("opened/1"):
+            self.key_value_set(key.replace("opened/1", "verdict"), self.verdict)
+            if not self.came:
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} timed out")
+            return _exchange._done()
+        return super().blocking_key_value_get(key, timeout_in_ms)
+
+
+def test_one_that_came_at_the_last_moment_has_succeeded():
+    blocks = Blocks("x")
+    _exchange.share(blocks, Scripted(_exchange._done(), came=False), TWO, 0, "key", 30.0)
+    assert blocks.state == "kept"
+
+
+def test_one_that_gave_up_at_the_last_moment_has_failed_for_all():
+    verdict = _exchange._given_up(1, TimeoutError("it waited"))
+    blocks = Blocks("x")
+    with pytest.raises(TimeoutError, match="^process 1 gave up: it waited$"):
+        _exchange.share(blocks, Scripted(verdict, came=True), TWO, 0, "key", 30.0)
+    assert blocks.state == "dropped"
+
+
 def test_an_interrupted_process_tells_the_others():
     class Interrupted(Blocks):
         def allocate(self):
