@@ -111,12 +111,11 @@ def _layer_records(options, environment, name, gpus):
         for key, config in {} if why_not else configs.items():
             try:
                 program = layer.layer_program(mesh, pass_, config)
-                lowered = program.lower(*arguments, *routings[options.routings[0]])
-                compiled[key] = lowered.compile()
+                compiled[key] = program.lower(*arguments, *routings[options.routings[0]]).compile()
             except timing.ERRORS as error:
                 failures[key] = timing.reason(error)
                 continue
-            notes[key] = layer.describe(key[0], pass_, lowered.as_text())
+            notes[key] = layer.describe(key[0])
             memory[key] = layer.peak_bytes(compiled[key], shape, tokens, gpus, config)
         dense = _dense_program(mesh, shape, tokens, pass_) if compiled else {}
         for routing in options.routings:

@@ -140,16 +140,13 @@ def layer_program(mesh: Mesh, pass_: str, config: MoEConfig):
     return _on_each(mesh, body, P(AXIS))
 
 
-def describe(implementation: str, pass_: str, lowered: str) -> str:
-    """Returns what ran behind the name of an implementation, given the text of the program."""
+def describe(implementation: str) -> str:
+    """Returns what ran behind the name of an implementation."""
     if implementation == "xla":
         if _mesh.platform() == "cpu":
             return "loop over tiles"
         return "tokamax" if _grouped._has_tokamax() else "lax.ragged_dot"
-    kernels = "host handlers" if _mesh.platform() == "cpu" else "CUDA"
-    if pass_ != "forward" and "jax_megamoe_backward" not in lowered:
-        return f"{kernels}, gradients by xla"
-    return kernels
+    return "host handlers" if _mesh.platform() == "cpu" else "CUDA"
 
 
 def load_of(mesh: Mesh, shape: Shape, expert_ids: jax.Array) -> tuple[float, float]:
