@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import pathlib
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import make_mesh, run_two_processes
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import MoEConfig, _exchange, _implementation, _mesh, _workspace
+from jax_megamoe import MoEConfig, _exchange, _implementation, _mesh, _runtime, _workspace
 from jax_megamoe._exchange import Process
 
 PROGRAM = pathlib.Path(__file__).parent / "exchange_process.py"
@@ -40,6 +42,7 @@ class Store:
             return self.values[key]
 
     def blocking_key_value_get(self, key, timeout_in_ms):
+        assert 0 < timeout_in_ms < 2**31  # an int32
         with self.changed:
             if not self.changed.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key} timed out")
@@ -118,7 +121,7 @@ def test_processes_of_a_host_open_each_others_blocks_in_one_order():
         Process("b 2", ("y",)),
     )
     blocks = [Blocks("0x", "0y"), Blocks("1x"), Blocks("2z"), Blocks("3y")]
-    assert share(Store(), blocks, processes) == [None] * 4
+    assert share(Store(), blocks, processes, timeout_s=1e9) == [None] * 4
     assert [b.state for b in blocks] == ["kept"] * 4
     a = [("GPU x of process 0", "0x"), ("GPU y of process 0", "0y"), ("GPU z of process 2", "2z")]
     b = [("GPU x of process 1", "1x"), ("GPU y of process 3", "3y")]
@@ -245,6 +248,7 @@ def test_ranks_must_fit_on_a_host():
     assert _exchange.why_not_ranks("expert", 2, 2, processes, []) == (
         "the processes of host b drive 3 GPUs and at most 2 can share a workspace"
     )
+    assert _exchange.why_not_ranks("expert", 2, 3, processes, []) is None
 
 
 def test_the_ranks_processes_are_those_of_the_mesh_in_use():
@@ -260,6 +264,67 @@ def test_the_ranks_processes_are_those_of_the_mesh_in_use():
         jax.jit(shard())(jnp.ones(2))
     jax.jit(shard(mesh=mesh))(jnp.ones(2))
     assert seen == [[[0, 0]] * 4, []]
+
+
+def test_the_ranks_of_a_group_are_those_along_the_axis(monkeypatch):
+    devices = np.array([types.SimpleNamespace(process_index=i) for i in range(8)]).reshape(2, 4)
+    for axes, expected in (
+        (("expert", "data"), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (("data", "expert"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ):
+        mesh = types.SimpleNamespace(
+            axis_names=axes, devices=devices, shape=dict(zip(axes, (2, 4), strict=True))
+        )
+        monkeypatch.setattr(_mesh.mesh_lib, "get_concrete_mesh", lambda mesh=mesh: mesh)
+        assert _mesh.rank_processes("expert") == expected
+
+
+@pytest.mark.parametrize(
+    "ranks, count, processes, shared",
+    [
+        (2, 2, TWO, True),
+        (1, 2, TWO, False),  # a rank alone meets nobody
+        (2, 1, TWO[:1], False),
+        (2, 2, (TWO[0], Process("b 2", ("x",))), False),  # every process has all ranks of its own
+    ],
+)
+def test_processes_share_a_workspace_once_and_where_they_must(
+    monkeypatch, ranks, count, processes, shared
+):
+    made = []
+
+    class Module:
+        def register_cuda_workspace(self, key, **sizes):
+            made.append(("alone", key))
+
+        def has_cuda_workspace(self, key):
+            return ("shared", key) in made
+
+    monkeypatch.setattr(_runtime, "load", Module)
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(_workspace, "processes", lambda timeout_s: processes)
+    monkeypatch.setattr(_workspace, "_ordinals", lambda: [0])
+    monkeypatch.setattr(_exchange, "share", lambda *a: made.append(("shared", int(a[4], 16))))
+    for _ in range(2):
+        _workspace._make_on_gpus(5, {"ranks": ranks}, 1.0)
+    assert made == ([("shared", 5)] if shared else [("alone", 5)] * 2)
+
+
+def test_axes_and_sizes_have_workspaces_of_their_own():
+    sizes = {"ranks": 2, "tokens": 8}
+    keys = [_workspace._key(axis, sizes) for axis in (None, "a", "b")]
+    keys.append(_workspace._key("a", sizes | {"tokens": 9}))
+    assert len(set(keys)) == 4 and all(0 <= key < 2**63 for key in keys)
+    assert keys[1] == _workspace._key("a", dict(reversed(sizes.items())))
+
+
+def test_more_ranks_than_the_kernels_take(monkeypatch):
+    monkeypatch.setattr(_mesh, "axis_size", lambda axis: 17)
+    reason = _implementation._why_not_ranks("expert", MoEConfig())
+    assert reason == "axis 'expert' has 17 ranks and the kernels take at most 16"
+    monkeypatch.setattr(_mesh, "axis_size", lambda axis: 16)
+    assert _implementation._why_not_ranks("expert", MoEConfig()) is None
 
 
 def test_an_axis_over_hosts_runs_on_xla(monkeypatch):
