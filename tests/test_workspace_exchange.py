@@ -174,6 +174,29 @@ def test_when_one_gives_up_during_an_attempt_all_do():
     assert blocks[1].opened is None  # process 0 has freed its own
 
 
+def test_a_failure_on_one_host_is_none_of_the_others():
+    began, failed = threading.Event(), threading.Event()
+
+    class Failing(Blocks):
+        def drop(self):
+            super().drop()
+            failed.set()
+
+    class Other(Blocks):
+        def allocate(self):
+            began.set()
+            return super().allocate()
+
+    blocks = [
+        Failing("x", fail="allocated", wait=("allocated", began)),
+        Other("y", wait=("allocated", failed)),
+    ]
+    processes = (Process("a 1", ("x",)), Process("b 2", ("x",)))
+    own, other = share(Store(), blocks, processes)
+    assert type(own) is ValueError and other is None
+    assert [b.state for b in blocks] == ["dropped", "kept"]
+
+
 def test_one_that_waits_already_is_told_of_a_failure():
     """Process 0 has opened its blocks and waits for process 1, which then cannot."""
     opened = threading.Event()
