@@ -81,6 +81,8 @@ def leading_dimensions(x, expert_ids, expert_weights) -> None:
         _array(name, a)
         if a.ndim < 2:
             raise ValueError(f"{name} has shape {a.shape}; it must have at least 2 dimensions")
+        if a.shape[-1] == 0:
+            raise ValueError(f"{name} has shape {a.shape}; the last dimension must not be 0")
         if a.shape[:-1] != x.shape[:-1]:
             raise ValueError(
                 f"{name} has shape {a.shape}; its leading dimensions must be those of x, "
@@ -95,6 +97,32 @@ def divisible(experts: int, axis: str, ranks: int) -> None:
             f"w_gate has {experts} experts on axis {axis!r} of size {ranks}; "
             "the expert count must be a multiple of it"
         )
+
+
+def array_like(name: str, a) -> None:
+    """Checks that a value has a shape and a dtype, as arrays of JAX and numpy do.
+
+    Raises:
+      TypeError: it has not.
+    """
+    if not (hasattr(a, "shape") and hasattr(a, "dtype")):
+        raise TypeError(f"{name} is a {type(a).__name__}; it must be an array")
+
+
+def float_dtype(name: str, dtype) -> jnp.dtype:
+    """Returns the dtype that an option names.
+
+    Raises:
+      ValueError: it is neither bfloat16 nor float32.
+    """
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in FLOATS:
+        value = repr(dtype) if found is None else found.name
+        raise ValueError(f"{name} is {value}; it must be {' or '.join(FLOATS)}")
+    return found
 
 
 def _array(name, a):

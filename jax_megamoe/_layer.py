@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import warnings
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jax_megamoe import _check, _mesh
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import MoEConfig, is_integer
 from jax_megamoe.op import moe, moe_mlp
 from jax_megamoe.routing import (
     EXPERT_IDS,
@@ -79,14 +78,12 @@ class Layer:
         _check.config(self.config)
         sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": self.num_experts}
         for name, size in sizes.items():
-            if not isinstance(size, numbers.Integral) or size < 1:
+            if not is_integer(size) or size < 1:
                 raise ValueError(f"{name} is {size!r}; it must be an integer of at least 1")
         for name, dtype in (("dtype", self.dtype), ("param_dtype", param_dtype)):
-            if dtype is not None and jnp.dtype(dtype).name not in _check.FLOATS:
-                raise ValueError(
-                    f"{name} is {jnp.dtype(dtype).name}; it must be {' or '.join(_check.FLOATS)}"
-                )
-        if not isinstance(self.top_k, int) or not 1 <= self.top_k <= self.num_experts:
+            if dtype is not None:
+                _check.float_dtype(name, dtype)
+        if not is_integer(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k is {self.top_k!r}; it must be an integer from 1 to num_experts, "
                 f"{self.num_experts}"
@@ -99,6 +96,11 @@ class Layer:
             if self.fsdp_axis == self.expert_axis:
                 raise ValueError(
                     f"fsdp_axis is {self.fsdp_axis!r}, which is expert_axis; it must be another"
+                )
+            if self.fsdp_axis and hidden % mesh.shape[self.fsdp_axis]:
+                raise ValueError(
+                    f"hidden is {hidden}; it must be a multiple of the size of fsdp_axis "
+                    f"{self.fsdp_axis!r}, {mesh.shape[self.fsdp_axis]}"
                 )
         elif self.mesh is not None or self.token_axes is not None or self.fsdp_axis is not None:
             raise ValueError(

@@ -133,8 +133,8 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
 
 
 def axis_tuple(axes: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the names as a tuple; one name may stand alone."""
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    """Returns the names as a tuple; one name may stand alone, and so does what is no sequence."""
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:

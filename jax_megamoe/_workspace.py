@@ -19,6 +19,8 @@ from jax._src import distributed
 
 from jax_megamoe import _exchange, _mesh, _runtime
 
+_INT32_MAX = 2**31 - 1
+
 _lock = threading.Lock()
 _processes: tuple[_exchange.Process, ...] | None = None
 
@@ -89,6 +91,12 @@ def make(
         intermediate=intermediate,
         capacity_rows=rows,
     )
+    for name in ("hidden", "intermediate", "capacity_rows"):
+        if sizes[name] > _INT32_MAX:
+            raise ValueError(
+                f"the workspace of the custom calls has {name} {sizes[name]}; it must not exceed "
+                f"{_INT32_MAX}, and the 'xla' implementation needs no workspace"
+            )
     if _mesh.platform() == "gpu":
         key = _key(axis_name, sizes)
         _make_on_gpus(key, sizes, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 Precision = Literal["bf16", "fp8", "mxfp8", "fp8_bwd"]
@@ -13,6 +14,7 @@ _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("auto", "ffi", "xla")
 _WGRAD_PRECISIONS = ("bf16", "fp8")
 _MAX_TIMEOUT_S = 1e9  # the clocks count nanoseconds in 64 bits
+_MAX_RESERVED_SMS = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +57,24 @@ class MoEConfig:
             )
         if self.swiglu_limit is not None:
             _finite_above("swiglu_limit", self.swiglu_limit, 0)
-        if not isinstance(self.reserved_sms, int) or self.reserved_sms < 0:
-            raise ValueError(f"reserved_sms is {self.reserved_sms!r}; it must be an integer >= 0")
+        sms = self.reserved_sms
+        if not is_integer(sms) or not 0 <= sms <= _MAX_RESERVED_SMS:
+            raise ValueError(
+                f"reserved_sms is {sms!r}; it must be an integer from 0 to {_MAX_RESERVED_SMS}"
+            )
+
+
+def is_integer(value) -> bool:
+    """Whether the value is a whole number, of Python or numpy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _one_of(name, value, accepted):
-    if value not in accepted:
+    if not isinstance(value, str) or value not in accepted:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, accepted))}")
 
 
 def _finite_above(name, value, bound):
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= bound:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= bound:
         raise ValueError(f"{name} is {value!r}; it must be a finite number above {bound}")

@@ -100,8 +100,8 @@ class MoE(nn.Module):
                 return self.param(name, init, shape, dtype)
             mesh = _mesh.resolve(self.mesh, self.expert_axis)
 
-            # nn.Partitioned only asserts the sharding where axes are Explicit, and a mesh that it is
-            # given must have none.
+            # nn.Partitioned only asserts the sharding where axes are Explicit, and refuses to be
+            # given such a mesh.
             def placed(*args):
                 return _mesh.reshard(init(*args), mesh, PartitionSpec(*spec))
 

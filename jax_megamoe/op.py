@@ -94,7 +94,8 @@ def moe_mlp(
     _check.config(config)
     ranks = _mesh.axis_size(axis_name)
     _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
-    _mesh.check_unsharded(x=x, expert_ids=expert_ids, w_gate=w_gate, w_up=w_up, w_down=w_down)
+    _mesh.check_unsharded(x=x, expert_ids=expert_ids, expert_weights=expert_weights)
+    _mesh.check_unsharded(w_gate=w_gate, w_up=w_up, w_down=w_down)
     local_experts, hidden, intermediate = w_gate.shape
     chosen = _implementation.choose(
         config,

@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_megamoe import _check
+from jax_megamoe.config import is_integer
+
 # Names of the results of `route` for policies of `jax.checkpoint`.
 EXPERT_IDS = "moe_expert_ids"
 EXPERT_WEIGHTS = "moe_expert_weights"
@@ -78,7 +81,8 @@ def route(
 
     Raises:
       ValueError: a shape that does not fit, `top_k` outside [1, E], or an unknown `score`.
-      TypeError: `logits` not floating, `token_mask` not boolean or `expert_ids` not integers.
+      TypeError: `logits` not floating, `token_mask` not boolean, `expert_ids` not integers, or what
+        is no array where one is expected.
 
     References:
       Qwen3-MoE: `Qwen3MoeTopKRouter` of Hugging Face transformers. Sigmoid scores and the bias:
@@ -183,12 +187,14 @@ def load_balancing_loss(
       >>> round(float(loss), 3)  # two of four experts get everything; uniform use gives 2
       3.339
     """
-    num_experts, top_k = probs.shape[-1], expert_ids.shape[-1]
+    _check.array_like("probs", probs)
+    _check.array_like("expert_ids", expert_ids)
     if probs.ndim < 2 or probs.shape[:-1] != expert_ids.shape[:-1]:
         raise ValueError(
             f"probs has shape {probs.shape} and expert_ids {expert_ids.shape}; they must be "
             "[..., E] and [..., K] with the same leading sizes, at least one"
         )
+    num_experts, top_k = probs.shape[-1], expert_ids.shape[-1]
     if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
         raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be integers")
     check_token_mask(token_mask, probs.shape[:-1])
@@ -245,6 +251,7 @@ def router_z_loss(
       >>> round(float(jax_megamoe.router_z_loss(jnp.zeros((3, 4)))), 3)  # log(4)^2
       1.922
     """
+    _check.array_like("logits", logits)
     check_token_mask(token_mask, logits.shape[:-1])
     logits = logits.astype(jnp.float32)
     counted = jnp.ones(logits.shape[:-1], bool) if token_mask is None else token_mask
@@ -287,6 +294,8 @@ def update_expert_bias(
       >>> print(jax_megamoe.update_expert_bias(jnp.zeros(4), load, 0.5))
       [-0.5  0.5  0.5  0.5]
     """
+    for name, value in (("bias", bias), ("expert_load", expert_load)):
+        _check.array_like(name, value)
     if bias.ndim != 1 or bias.shape != expert_load.shape:
         raise ValueError(
             f"bias has shape {bias.shape} and expert_load {expert_load.shape}; both must be [E]"
@@ -316,24 +325,30 @@ def _pick(scores, chosen):
 
 
 def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
+    _check.array_like("logits", logits)
     if logits.ndim < 1 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
             f"logits has shape {logits.shape} and dtype {logits.dtype}; it must be floating "
             "[..., E]"
         )
     num_experts = logits.shape[-1]
-    if not isinstance(top_k, int) or not 1 <= top_k <= num_experts:
+    if not is_integer(top_k) or not 1 <= top_k <= num_experts:
         raise ValueError(
             f"top_k is {top_k!r}; it must be an integer from 1 to the {num_experts} experts of "
             "logits"
         )
     if score not in ("softmax", "sigmoid"):
         raise ValueError(f"score is {score!r}; it must be 'softmax' or 'sigmoid'")
-    if expert_bias is not None and expert_bias.shape != (num_experts,):
-        raise ValueError(f"expert_bias has shape {expert_bias.shape}; it must be ({num_experts},)")
+    if expert_bias is not None:
+        _check.array_like("expert_bias", expert_bias)
+        if expert_bias.shape != (num_experts,):
+            raise ValueError(
+                f"expert_bias has shape {expert_bias.shape}; it must be ({num_experts},)"
+            )
     check_token_mask(token_mask, logits.shape[:-1])
     if expert_ids is None:
         return
+    _check.array_like("expert_ids", expert_ids)
     if not jnp.issubdtype(expert_ids.dtype, jnp.integer):
         raise TypeError(f"expert_ids has dtype {expert_ids.dtype}; it must be integers")
     if expert_ids.shape != (*logits.shape[:-1], top_k):
@@ -347,6 +362,7 @@ def check_token_mask(token_mask: jax.Array | None, shape: tuple[int, ...]) -> No
     """Checks that the mask is boolean and has the shape of the tokens."""
     if token_mask is None:
         return
+    _check.array_like("token_mask", token_mask)
     if token_mask.shape != shape:
         raise ValueError(f"token_mask has shape {token_mask.shape}; it must be {shape}")
     if token_mask.dtype != jnp.bool_:

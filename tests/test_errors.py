@@ -97,6 +97,29 @@ def test_slots_beyond_int32():
         jax.eval_shape(moe_mlp, *args)
 
 
+@pytest.mark.parametrize(
+    "tokens, width, message",
+    [(4, 2**31, "hidden 2147483648"), (2**30 - 1, 8, "capacity_rows 21474")],
+)
+def test_sizes_beyond_what_the_custom_calls_count(tokens, width, message):
+    require_ffi()
+    shapes = [
+        (tokens, width),
+        (tokens, 2),
+        (tokens, 2),
+        (4, width, 8),
+        (4, width, 8),
+        (4, 8, width),
+    ]
+    dtypes = ["bfloat16", "int32", "float32", *["bfloat16"] * 3]
+    args = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    config = MoEConfig(implementation="ffi")
+    with pytest.raises(
+        ValueError, match=f"{message}.*; it must not exceed 2147483647, and the 'xl"
+    ):
+        jax.eval_shape(lambda *a: moe_mlp(*a, config=config), *args)
+
+
 def test_axis_that_is_not_bound():
     with pytest.raises(ValueError, match="axis_name is 'expert', which no enclosing jax.shard_map"):
         moe_mlp(**arguments(), axis_name="expert")
@@ -129,8 +152,8 @@ def sharded_over_data(mesh):
 
 def test_global_arrays_instead_of_a_shard():
     mesh = make_mesh((4,), ("data",), explicit=True)
-    for name, spec in (("x", P("data")), ("w_up", P("data"))):
-        args = arguments()
+    for name in NAMES:
+        args, spec = arguments(), P("data")
         args[name] = jax.device_put(args[name], NamedSharding(mesh, spec))
         with pytest.raises(ValueError, match=f"^{name} is sharded over 'data'; .* call moe"):
             jax.jit(lambda a: moe_mlp(**a))(args)
@@ -155,6 +178,17 @@ class TestMoe:
             moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=("seq",))
         with pytest.raises(ValueError, match="^token_axes is .*; an axis may be named only once"):
             moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=("data", "data"))
+
+        with pytest.raises(ValueError, match="^token_axes names 3; the axes are 'data'"):
+            moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=3)
+
+    def test_no_slots(self):
+        ids, weights = jnp.zeros((16, 0), jnp.int32), jnp.zeros((16, 0))
+        with pytest.raises(
+            ValueError, match=r"^expert_ids has shape \(16, 0\); the last dimension"
+        ):
+            args = arguments(expert_ids=ids, expert_weights=weights)
+            moe(**args, mesh=make_mesh(), expert_axis="expert")
 
     def test_a_mesh_is_needed(self):
         with pytest.raises(ValueError, match="^mesh is None and there is no jax.set_mesh"):
@@ -270,11 +304,25 @@ def test_custom_calls_over_an_axis_of_vmap():
         ("capacity_factor", float("nan")),
         ("timeout_s", -1),
         ("timeout_s", 1e10),
+        ("capacity_factor", "2"),
+        ("capacity_factor", True),
         ("swiglu_limit", 0.0),
         ("reserved_sms", -1),
+        ("reserved_sms", True),
+        ("reserved_sms", 2**31),
+        ("precision", None),
         ("wgrad_precision", "fp4"),
     ],
 )
 def test_config(field, value):
     with pytest.raises(ValueError, match=f"^{field} is {value!r}; it must be"):
         MoEConfig(**{field: value})
+
+
+def test_config_takes_the_numbers_of_numpy(implementation):
+    options = {"capacity_factor": 1.5, "reserved_sms": 4, "implementation": implementation}
+    config = MoEConfig(
+        **options | {"capacity_factor": np.float32(1.5), "reserved_sms": np.int64(4)}
+    )
+    assert config == MoEConfig(**options) and hash(config) == hash(MoEConfig(**options))
+    assert np.isfinite(moe_mlp(**arguments(), config=config)).all()

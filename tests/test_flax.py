@@ -594,7 +594,7 @@ def test_stages_are_named():
 # --- errors -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k", [0, 9, 2.0])
+@pytest.mark.parametrize("top_k", [0, 9, 2.0, True])
 def test_top_k_out_of_range(top_k):
     with pytest.raises(ValueError, match=f"top_k is {top_k}; it must be an integer from 1 to"):
         make(top_k=top_k)
@@ -611,6 +611,9 @@ def test_wrong_sizes_and_formats_are_named_at_construction():
     for name in ("dtype", "param_dtype"):
         with pytest.raises(ValueError, match=f"^{name} is float16; it must be bfloat16 or float32"):
             make(**{name: jnp.float16})
+        with pytest.raises(ValueError, match=f"^{name} is 'bf16'; it must be bfloat16 or float32"):
+            make(**{name: "bf16"})
+    assert make(top_k=np.int64(2))(tokens(3))[0].shape == (3, H)
     with pytest.raises(TypeError, match="^config is a NoneType; it must be a jax_megamoe.MoECon"):
         make(config=None)
 

@@ -251,6 +251,12 @@ def test_wrong_meshes_are_named():
         make(expert_axis="expert", fsdp_axis="fsdp", mesh=mesh)
     with pytest.raises(ValueError, match="fsdp_axis is 'expert', which is expert_axis"):
         make(expert_axis="expert", fsdp_axis="expert", mesh=mesh)
+    with pytest.raises(ValueError, match="token_axes names 3; the axes are 'data', 'expert'"):
+        make(expert_axis="expert", token_axes=3, mesh=mesh)
+    message = f"^hidden is {H + 1}; it must be a multiple of the size of fsdp_axis 'data', 2"
+    with pytest.raises(ValueError, match=message):
+        options = dict(expert_axis="expert", fsdp_axis="data", mesh=mesh)
+        jax_megamoe.nnx.MoE(H + 1, I, E, K, rngs=nnx.Rngs(0), **options)
     with pytest.raises(ValueError, match="6 experts on axis 'expert' of size 4"):
         make(experts=6, expert_axis="expert", mesh=mesh)
     with pytest.raises(ValueError, match="2 experts on axis 'expert' of size 4"):

@@ -345,6 +345,19 @@ def test_route_names_what_is_wrong(error, message, kwargs):
         route(logits, options.pop("top_k", 2), **options, **arrays)
 
 
+def test_route_names_what_is_no_array_and_takes_the_integers_of_numpy():
+    logits = jnp.asarray(random_logits(4, 8))
+    with pytest.raises(TypeError, match="^logits is a list; it must be an array"):
+        route([[0.0, 1.0]], 1)
+    for name in ("expert_bias", "token_mask", "expert_ids"):
+        with pytest.raises(TypeError, match=f"^{name} is a list; it must be an array"):
+            route(logits, 2, **{name: [0]})
+    for top_k in ("2", True, 2.0):
+        with pytest.raises(ValueError, match=f"^top_k is {top_k!r}; it must be an integer"):
+            route(logits, top_k)
+    jax.tree.map(np.testing.assert_array_equal, route(logits, np.int64(2)), route(logits, 2))
+
+
 # --- losses -----------------------------------------------------------------------------------
 
 
@@ -548,6 +561,20 @@ def test_bias_balances_a_skewed_router():
 def test_ids_that_are_no_integers_have_no_loss():
     with pytest.raises(TypeError, match="expert_ids has dtype float32; it must be integers"):
         load_balancing_loss(jnp.ones((3, 4)), jnp.zeros((3, 2)))
+
+
+def test_losses_and_bias_name_what_is_no_array():
+    probs, ids = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
+    for name, call in (
+        ("probs", lambda: load_balancing_loss([[1.0]], ids)),
+        ("expert_ids", lambda: load_balancing_loss(probs, [[0]])),
+        ("token_mask", lambda: load_balancing_loss(probs, ids, token_mask=[True] * 4)),
+        ("logits", lambda: router_z_loss([[0.0]])),
+        ("bias", lambda: update_expert_bias([0.0], jnp.zeros(1, jnp.int32), 0.1)),
+        ("expert_load", lambda: update_expert_bias(jnp.zeros(1), [0], 0.1)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} is a list; it must be an array"):
+            call()
 
 
 def test_bias_update_names_what_is_wrong():
