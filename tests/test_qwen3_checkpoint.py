@@ -214,6 +214,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
         ("{", "is not JSON"),
         ("[]", "holds a list; it must hold a JSON object"),
         ("{}", "weight_map is None; it must be an object"),
+        ('{"weight_map": {"a": 3}}', "weight_map is {'a': 3}; it must be an object"),
     ):
         index.write_text(text)
         with pytest.raises(ValueError, match=f"{index.name}.* {message}"):
@@ -342,6 +343,19 @@ def test_unknown_layout_and_meshes_that_do_not_fit():
         load_hf(DATA / "tied_dense" / "fused", mesh=jax.make_mesh((1, 4), ("data", "expert")))
     with pytest.raises(ValueError, match="remat is 'some'"):
         load_hf(folder, remat="some")
+    for name, value, seen in (
+        ("dtype", "bf16", "'bf16'"),
+        ("param_dtype", jnp.int32, "int32"),
+        ("param_dtype", jnp.float16, "float16"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} is {seen}; it must be bfloat16 or float32"):
+            load_hf(folder, **{name: value})
+        with pytest.raises(ValueError, match=f"^{name} is {seen}; it must be bfloat16 or float32"):
+            Qwen3MoE(Qwen3MoEConfig.preset("tiny"), rngs=nnx.Rngs(0), **{name: value})
+    with pytest.raises(TypeError, match="config is a str; it must be a jax_megamoe.MoEConfig"):
+        load_hf(folder, moe="xla")
+    with pytest.raises(TypeError, match="expert_axis is None; it must be the name of a mesh axis"):
+        load_hf(folder, expert_axis=None)
     with pytest.raises(ValueError, match="exactly one of rngs and arrays"):
         Qwen3MoE(Qwen3MoEConfig.preset("tiny"))
 

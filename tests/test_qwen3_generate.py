@@ -93,6 +93,13 @@ def test_end_tokens_come_from_the_model_unless_they_are_given():
     )
 
 
+def test_numbers_and_arrays_of_end_tokens():
+    want = [[4, 5, 6, 0], [8, 9, 10, 11], [2, 3, 4, 5]]
+    for eos_ids in (6, [6], np.int64(6), np.array([6, 14]), jnp.array([6])):
+        tokens = generate(counting_model(), PROMPT, np.int64(4), eos_ids=eos_ids)
+        np.testing.assert_array_equal(tokens, want)
+
+
 def test_rows_that_have_ended_are_not_routed_and_the_loop_ends_with_the_last(monkeypatch):
     routed = []
 
@@ -134,7 +141,16 @@ def test_sampling_follows_the_distribution_and_the_key():
         ({"prompt_ids": np.zeros((1, 0), np.int32)}, "prompt_ids has no tokens"),
         ({"prompt_ids": np.zeros((0, 3), np.int32)}, r"prompt_ids has no tokens.*\(0, 3\)"),
         ({"prompt_ids": np.zeros(3, np.int32)}, r"prompt_ids has shape \(3,\)"),
+        ({"prompt_ids": np.array([[3, 97]])}, "prompt_ids holds 97; .* of the model are 0 to 96"),
+        ({"prompt_ids": np.array([[3, -1]])}, "prompt_ids holds -1"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"max_new_tokens": 2**31}, "max_new_tokens is 2147483648"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"eos_ids": "x"}, "eos_ids holds 'x'"),
+        ({"eos_ids": [2, 3.5]}, "eos_ids holds 2.0"),
+        ({"eos_ids": 2**40}, "eos_ids holds 1099511627776"),
+        ({"pad_id": -1}, "pad_id is -1"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan; it must be a finite number"),
         ({"temperature": float("inf")}, "temperature is inf"),
@@ -147,3 +163,13 @@ def test_arguments_that_do_not_fit(change, message):
     arguments = {"prompt_ids": np.zeros((1, 3), np.int32), "max_new_tokens": 2, **change}
     with pytest.raises(ValueError, match=message):
         generate(model(), **arguments)
+
+
+def test_what_is_no_array_is_named():
+    ids = np.zeros((1, 3), np.int32)
+    with pytest.raises(TypeError, match="^prompt_ids is a list; it must be an array"):
+        generate(model(), [[1, 2]], 2)
+    with pytest.raises(TypeError, match="^attention_mask is a list; it must be an array"):
+        generate(model(), ids, 2, attention_mask=[[1, 1, 1]])
+    with pytest.raises(TypeError, match="^input_ids is a list; it must be an array"):
+        model()([[1, 2]])

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
+from jax_megamoe._check import float_dtype
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig, read_object
 from jax_megamoe.models.qwen3_moe.layers import Remat, Runtime
@@ -86,14 +87,14 @@ def load_hf(
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a tensor is missing, unknown or of another shape, a file is cut short, or the
-        weights are quantised; the message names it.
+        weights are quantised; the message names it. Also for arguments, as `Qwen3MoE`.
     """
     folder = Path(folder)
     config = Qwen3MoEConfig.from_hf(folder)
     if dtype is None:
         dtype = "float32" if config.dtype == "float16" else config.dtype
-    dtype = jnp.dtype(dtype)
-    param_dtype = jnp.dtype(dtype if param_dtype is None else param_dtype)
+    dtype = float_dtype("dtype", dtype)
+    param_dtype = float_dtype("param_dtype", dtype if param_dtype is None else param_dtype)
     runtime = make_runtime(config, mesh, expert_axis, dtype, moe, remat)
 
     stored = _stored_tensors(folder)
@@ -323,10 +324,10 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if not index.is_file():
         raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
     weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not all(map(_is_name, weight_map.values())):
         raise ValueError(
-            f"{index}: weight_map is {weight_map!r}; it must be an object, from the name of each "
-            "tensor to its file"
+            f"{index}: weight_map is {_short(weight_map)}; it must be an object, from the name of "
+            "each tensor to its file"
         )
     stored: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
@@ -368,6 +369,15 @@ def _check(folder: Path, stored: dict[str, StoredTensor], expected: dict[str, tu
                 f"{stored[key].file}: {key} has shape {stored[key].shape}; with this config.json "
                 f"it must be {shape}"
             )
+
+
+def _is_name(value) -> bool:
+    return isinstance(value, str)
+
+
+def _short(value, most: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def _some(keys: list[str], most: int = 5) -> str:

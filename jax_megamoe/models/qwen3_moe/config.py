@@ -94,6 +94,9 @@ class Qwen3MoEConfig:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 raise ValueError(f"{name} is {value!r}; it must be a finite number, at least 0")
+        for name in ("norm_topk_prob", "attention_bias", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         for token in self.eos_token_ids:
             if not _is_integer(token) or token < 0:
                 raise ValueError(
@@ -102,9 +105,9 @@ class Qwen3MoEConfig:
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; it must be one of {', '.join(_DTYPES)}")
         for layer in self.mlp_only_layers:
-            if not 0 <= layer < self.num_hidden_layers:
+            if not _is_integer(layer) or not 0 <= layer < self.num_hidden_layers:
                 raise ValueError(
-                    f"mlp_only_layers holds {layer}; it must be a layer number below "
+                    f"mlp_only_layers holds {layer!r}; it must be a layer number below "
                     f"{self.num_hidden_layers}"
                 )
         if self.num_experts:
@@ -177,7 +180,7 @@ class Qwen3MoEConfig:
         }
         values |= {
             "num_experts": experts,
-            "mlp_only_layers": tuple(raw.get("mlp_only_layers") or ()),
+            "mlp_only_layers": _layers(raw, path),
             "rope_theta": 10000.0 if theta is None else theta,
             "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
             "eos_token_ids": _ids(raw, path),
@@ -225,6 +228,9 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path}: model_type is {raw['model_type']!r}; it must be 'qwen3_moe'")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path}: hidden_act is {raw['hidden_act']!r}; it must be 'silu'")
+    for key in ("rope_scaling", "rope_parameters", "quantization_config"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ValueError(f"{path}: {key} is {raw[key]!r}; it must be an object or null")
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -258,6 +264,15 @@ def _is_integer(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _layers(raw: dict[str, Any], path: Path) -> tuple[int, ...]:
+    value = raw.get("mlp_only_layers") or []
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{path}: mlp_only_layers is {value!r}; it must be a list of layer numbers"
+        )
+    return tuple(value)
 
 
 def _ids(raw: dict[str, Any], path: Path) -> tuple[int, ...]:

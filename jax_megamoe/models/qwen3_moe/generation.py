@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jax_megamoe.config import is_integer
 from jax_megamoe.models.qwen3_moe import layers
 from jax_megamoe.models.qwen3_moe.model import (
     Qwen3MoE,
@@ -23,6 +25,8 @@ from jax_megamoe.models.qwen3_moe.model import (
     specs,
 )
 from jax_megamoe.models.qwen3_moe.parameters import layer_groups
+
+_INT32_MAX = 2**31 - 1
 
 
 def generate(
@@ -44,7 +48,7 @@ def generate(
 
     Args:
       model: a `Qwen3MoE`.
-      prompt_ids: integer [B, P], P >= 1.
+      prompt_ids: integer [B, P], P >= 1, tokens of the model also where there is padding.
       max_new_tokens: N, at least 1.
       temperature: 0 takes the most likely token, otherwise tokens are drawn from
         softmax(logits / temperature).
@@ -60,20 +64,30 @@ def generate(
       int32 [B, N], the end token included.
 
     Raises:
-      ValueError: a shape or number that does not fit, or a temperature without `rng`.
+      ValueError: a shape or number that does not fit, a token that the model does not have, or a
+        temperature without `rng`.
+      TypeError: `prompt_ids` or `attention_mask` is no array.
     """
     check_batch("prompt_ids", prompt_ids, attention_mask=attention_mask)
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer above 0")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; it must be a finite number, at least 0")
+    if not is_integer(max_new_tokens) or not 1 <= max_new_tokens <= _INT32_MAX:
+        raise ValueError(
+            f"max_new_tokens is {max_new_tokens!r}; it must be an integer from 1 to {_INT32_MAX}"
+        )
+    number = isinstance(temperature, (numbers.Real, jax.Array))
+    if not number or not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature!r}; it must be a finite number, at least 0")
     if temperature > 0 and rng is None:
         raise ValueError(f"temperature is {temperature}; sampling needs rng, a jax.random key")
-    if attention_mask is not None and not isinstance(attention_mask, jax.core.Tracer):
+    if _is_here(prompt_ids):
+        _check_vocabulary(prompt_ids, model.config.vocab_size)
+    if attention_mask is not None and _is_here(attention_mask):
         _check_left_padding(attention_mask)
-    if isinstance(eos_ids, int):
-        eos_ids = (eos_ids,)
-    stop = () if eos_ids is None else tuple(eos_ids) or model.config.eos_token_ids
+    stop = () if eos_ids is None else tuple(np.ravel(eos_ids).tolist())
+    if eos_ids is not None and not stop:
+        stop = model.config.eos_token_ids
+    for name, token in [("eos_ids holds", token) for token in stop] + [("pad_id is", pad_id)]:
+        if not is_integer(token) or not 0 <= token <= _INT32_MAX:
+            raise ValueError(f"{name} {token!r}; a token is an integer from 0 to {_INT32_MAX}")
     # Operands, and at least four of them, so that other end tokens compile nothing anew.
     stop = np.array([*stop, *[-1] * (4 - len(stop))], np.int32)
     tokens, logits = _generate(
@@ -91,9 +105,23 @@ def generate(
     return (tokens, logits) if return_logits else tokens
 
 
+def _is_here(array):
+    """Whether this process can look at all values of the array now."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
+
+
+def _check_vocabulary(prompt_ids, size):
+    ids = np.asarray(prompt_ids)
+    wrong = ids[(ids < 0) | (ids >= size)]
+    if wrong.size:
+        raise ValueError(
+            f"prompt_ids holds {wrong[0]}; the tokens of the model are 0 to {size - 1}"
+        )
+
+
 def _check_left_padding(attention_mask):
-    if isinstance(attention_mask, jax.Array) and not attention_mask.is_fully_addressable:
-        return
     mask = np.asarray(attention_mask) != 0
     (rows,) = np.nonzero(mask.any(axis=1) & ~mask[:, -1])
     if rows.size:

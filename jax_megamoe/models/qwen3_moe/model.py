@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_megamoe import _check
 from jax_megamoe.config import MoEConfig
 from jax_megamoe.models.qwen3_moe import layers
 from jax_megamoe.models.qwen3_moe.config import Qwen3MoEConfig
@@ -60,8 +61,9 @@ class Qwen3MoE(nnx.Module):
         f32 [layers, E], zeros), for balancing without an auxiliary loss.
 
     Raises:
-      ValueError: the mesh has no such axis, or the experts do not divide over it.
-      TypeError: `mesh` is something else.
+      ValueError: the mesh has no such axis, the experts do not divide over it, or a format is
+        neither bfloat16 nor float32.
+      TypeError: `mesh`, `moe` or `expert_axis` is something else.
 
     >>> from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
     >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=2)
@@ -88,8 +90,9 @@ class Qwen3MoE(nnx.Module):
             raise ValueError("exactly one of rngs and arrays must be given")
         self.runtime = runtime = make_runtime(config, mesh, expert_axis, dtype, moe, remat)
         mesh, table = runtime.mesh, parameters(config)
+        param_dtype = _check.float_dtype("param_dtype", param_dtype)
         if arrays is None:
-            arrays = _initial_values(runtime, jnp.dtype(param_dtype))(rngs.params())
+            arrays = _initial_values(runtime, param_dtype)(rngs.params())
 
         def param(info, value):
             spec = partition_spec(info, mesh, expert_axis)
@@ -133,7 +136,7 @@ class Qwen3MoE(nnx.Module):
         """Logits of every position.
 
         Args:
-          input_ids: integer [B, S].
+          input_ids: integer [B, S]; an id outside [0, V) is taken for the nearest one inside.
           attention_mask: [B, S], 1 = token, 0 = padding on either side, which is neither attended
             to nor routed. None: no padding.
           return_intermediates: also return a dict of `hidden_embed` [B, S, H], `hidden_layers`
@@ -190,6 +193,9 @@ def make_runtime(
     remat: Remat,
 ) -> Runtime:
     """Checks the arguments against each other and settles the mesh."""
+    _check.config(moe)
+    if not isinstance(expert_axis, str):
+        raise TypeError(f"expert_axis is {expert_axis!r}; it must be the name of a mesh axis")
     if mesh is None:
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
@@ -212,10 +218,7 @@ def make_runtime(
         raise ValueError(
             f"remat is {remat!r}; it must be 'full', 'none' or a jax.checkpoint policy"
         )
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"dtype is {dtype.name}; it must be bfloat16 or float32")
-    return Runtime(config, mesh, expert_axis, dtype, moe, remat)
+    return Runtime(config, mesh, expert_axis, _check.float_dtype("dtype", dtype), moe, remat)
 
 
 def specs(runtime: Runtime, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -375,7 +378,8 @@ def _balance(rt, records, tokens):
 
 
 def check_batch(name: str, ids: jax.Array, **others: jax.Array | None) -> None:
-    """Raises a ValueError unless `ids` is integer [B, S], not empty, and shaped like the others."""
+    """Raises an error unless `ids` is integer [B, S], not empty, and shaped like the others."""
+    _check.array_like(name, ids)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"{name} has shape {ids.shape} and dtype {ids.dtype}; it must be integers "
@@ -387,6 +391,8 @@ def check_batch(name: str, ids: jax.Array, **others: jax.Array | None) -> None:
             "of one row"
         )
     for other, value in others.items():
+        if value is not None:
+            _check.array_like(other, value)
         if value is not None and value.shape != ids.shape:
             raise ValueError(
                 f"{other} has shape {value.shape}; it must be that of {name}, {ids.shape}"
