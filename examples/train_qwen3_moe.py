@@ -187,11 +187,14 @@ def check_ranges(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value >= least):
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {value}; it must be at least {least}")
+            raise ValueError(f"--{flag} is {value}; it must be a finite number, at least {least}")
     for name in ("lr", "clip", "capacity_factor"):
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {value}; it must be a finite number above 0")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed is {args.seed}; it must be from 0 to {2**63 - 1}")
 
 
 def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwen3MoEConfig:
@@ -267,23 +270,23 @@ def train(run: Run) -> tuple[TrainState, nnx.GraphDef, list[dict], np.ndarray]:
     args, mesh = run.args, run.mesh
     schedule = optimizer.schedule(args.lr, warmup=args.warmup, steps=args.steps)
     tx = optimizer.adamw(schedule, weight_decay=args.weight_decay, clip_norm=args.clip)
-    graphdef, state, shardings = initial_state(make_model(run), tx)
-    step_fn = make_step(
-        graphdef,
-        qwen3_moe.loss,
-        tx,
-        schedule,
-        shardings,
-        bias_rate=args.bias_rate if args.balance == "bias" else 0.0,
-    )
     try:
+        graphdef, state, shardings = initial_state(make_model(run), tx)
+        step_fn = make_step(
+            graphdef,
+            qwen3_moe.loss,
+            tx,
+            schedule,
+            shardings,
+            bias_rate=args.bias_rate if args.balance == "bias" else 0.0,
+        )
         if args.resume:
             state = run.checkpoints.restore(state)
         first = int(state.step)
         if first < args.steps:
             # What cannot run on this machine says so when it is traced.
             step_fn.trace(state, meshes.put_batch(run.batches[first], mesh, args.accumulate))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     chief = jax.process_index() == 0
     if chief:
@@ -494,7 +497,11 @@ def main(argv=None) -> list[dict]:
     args = arguments(argv)
     set_cpu_flags()
     if args.distributed:
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        try:
+            jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        except (ValueError, IndexError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            fail(f"--distributed with --coordinator {args.coordinator} cannot start: {reason}")
     try:
         run = prepare(args)
     except (ValueError, OSError) as error:

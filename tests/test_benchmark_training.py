@@ -106,4 +106,4 @@ def test_a_process_that_trains_and_one_that_cannot(tmp_path):
     assert record["tokens_per_gpu"] == 32
     failed = bench.run(tmp_path / "failed", [*options, "--lr=-1"], 200)
     assert failed.settings == {} and failed.metrics == []
-    assert failed.error == "train_qwen3_moe.py: --lr is -1.0; it must be above 0"
+    assert failed.error == "train_qwen3_moe.py: --lr is -1.0; it must be a finite number above 0"

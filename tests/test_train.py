@@ -319,12 +319,14 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
         (["--batch", "12"], "--batch is 12; it must be a multiple of 8 devices"),
         (["--layers", "0"], "--layers is 0; the model has 4 layers"),
-        (["--batch", "-8"], "--batch is -8; it must be at least 1"),
-        (["--lr", "nan"], "--lr is nan; it must be above 0"),
-        (["--capacity-factor", "0"], "--capacity-factor is 0.0; it must be above 0"),
-        (["--save-every", "-1"], "--save-every is -1; it must be at least 0"),
+        (["--batch", "-8"], "--batch is -8; it must be a finite number, at least 1"),
+        (["--lr", "inf"], "--lr is inf; it must be a finite number above 0"),
+        (["--seed", "-1"], "--seed is -1; it must be from 0 to"),
+        (["--seed", str(2**70)], f"--seed is {2**70}; it must be from 0 to"),
+        (["--capacity-factor", "0"], "--capacity-factor is 0.0; it must be a finite number"),
+        (["--save-every", "-1"], "--save-every is -1; it must be a finite number, at least"),
         (["--prompt", ""], "--prompt is ''; it must hold at least one token"),
-        (["--seq-len", "1"], "--seq-len is 1; it must be at least 2"),
+        (["--seq-len", "1"], "--seq-len is 1; it must be a finite number, at least 2"),
         (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
         (["--tokenizer", "missing.json"], "missing.json does not exist"),
     ],
@@ -364,6 +366,19 @@ def test_starts_from_the_first_layers_of_a_folder(tmp_path):
     ):
         qwen3_moe.save_hf(qwen3_moe.Qwen3MoE(CONFIG, rngs=nnx.Rngs(0)), tmp_path / "small")
         train_qwen3_moe.main(["--model", str(tmp_path / "small"), "--out", str(tmp_path / "o")])
+
+
+@pytest.mark.parametrize("content", [None, b"{}"])
+def test_a_folder_without_whole_weights_ends_in_one_sentence(tmp_path, content):
+    config = dataclasses.replace(CONFIG, vocab_size=256)
+    qwen3_moe.save_hf(qwen3_moe.Qwen3MoE(config, rngs=nnx.Rngs(2)), tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(content) if content else weights.unlink()
+    (tmp_path / "text.txt").write_text("abc")
+    arguments = ["--model", tmp_path / "model", "--data", tmp_path / "text.txt", "--seq-len", 8]
+    with pytest.raises(SystemExit, match="model.safetensors") as error:
+        train_qwen3_moe.main([*map(str, arguments), "--out", str(tmp_path / "out")])
+    assert "\n" not in str(error.value)
 
 
 def test_two_processes_train_as_one(finished_run, tmp_path):
