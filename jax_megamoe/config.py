@@ -35,6 +35,15 @@ class MoEConfig:
         before SwiGLU; None for no clamp.
       wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
         "fp8".
+
+    Raises:
+      ValueError: a value that is none of these.
+
+    Example:
+      >>> from jax_megamoe import MoEConfig
+      >>> config = MoEConfig(implementation="xla", swiglu_limit=7.0)
+      >>> config.precision, config.capacity_factor
+      ('bf16', 2.0)
     """
 
     precision: Precision = "bf16"

@@ -88,6 +88,20 @@ def load_hf(
       FileNotFoundError: a file is missing.
       ValueError: a tensor is missing, unknown or of another shape, a file is cut short, or the
         weights are quantised; the message names it. Also for arguments, as `Qwen3MoE`.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_megamoe.models.qwen3_moe import (
+      ...     Qwen3MoE, Qwen3MoEConfig, load_hf, save_hf
+      ... )
+      >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1)
+      >>> model = Qwen3MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_hf(model, folder)
+      ...     load_hf(folder).config == config
+      True
     """
     folder = Path(folder)
     config = Qwen3MoEConfig.from_hf(folder)
@@ -139,6 +153,18 @@ def save_hf(model: Qwen3MoE, folder: str | Path, *, layout: Layout = "per_expert
 
     Raises:
       ValueError: an unknown layout.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, save_hf
+      >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1)
+      >>> model = Qwen3MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_hf(model, folder, layout="fused")
+      ...     sorted(file.name for file in pathlib.Path(folder).iterdir())
+      ['config.json', 'generation_config.json', 'model.safetensors']
     """
     if layout not in ("per_expert", "fused"):
         raise ValueError(f"layout is {layout!r}; it must be 'per_expert' or 'fused'")

@@ -67,6 +67,15 @@ def generate(
       ValueError: a shape or number that does not fit, a token that the model does not have, or a
         temperature without `rng`.
       TypeError: `prompt_ids` or `attention_mask` is no array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, generate
+      >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1)
+      >>> model = Qwen3MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+      >>> generate(model, jnp.zeros((1, 4), jnp.int32), 3).shape
+      (1, 3)
     """
     check_batch("prompt_ids", prompt_ids, attention_mask=attention_mask)
     if not is_integer(max_new_tokens) or not 1 <= max_new_tokens <= _INT32_MAX:

@@ -178,6 +178,21 @@ def loss(
       total, an f32 scalar, and a dict of f32 `lm_loss` and `aux_loss`, int32 `expert_load` [layers
       with experts, E] (slots given to each expert) and int32 `num_labels` (those that counted).
       Without a label lm_loss is 0, without a token aux_loss is 0.
+
+    Raises:
+      ValueError: a shape or dtype that does not fit, or an empty batch.
+      TypeError: an argument that is no array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, loss
+      >>> config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1)
+      >>> model = Qwen3MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+      >>> ids = jnp.zeros((1, 4), jnp.int32)
+      >>> total, metrics = loss(model, ids, ids)
+      >>> total.shape, int(metrics["num_labels"]), metrics["expert_load"].shape
+      ((), 3, (1, 8))
     """
     check_batch("input_ids", input_ids, labels=labels, attention_mask=attention_mask)
     check_batch("labels", labels)
