@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import MoEConfig, moe, moe_mlp
+from jax_megamoe import MoEConfig, moe, moe_mlp, reference
 from jax_megamoe._mesh import place
 
 F32 = 1e-5
@@ -82,6 +82,37 @@ def test_place_tells_the_groups_apart(shape, axes, check_vma):
     ranks = shape[axes.index("expert")]
     assert (rank.reshape(ranks, -1) == np.arange(ranks)[:, None]).all()
     assert (group.reshape(ranks, -1) == np.arange(8 // ranks)).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_arguments_that_are_all_replicated(implementation, check_vma):
+    # Nothing varies over the axis but what the operation makes of it: every rank has the same
+    # tokens, and its experts are copies of the other's.
+    inputs = make_inputs(Shape(16, 2, 8, 64, 64))
+    x, ids, weights, *experts = inputs.args
+    experts = [w[:4] for w in experts]
+    config = MoEConfig(implementation=implementation)
+    f = jax.shard_map(
+        functools.partial(moe_mlp, axis_name="expert", config=config),
+        mesh=make_mesh((2,)),
+        in_specs=(P(),) * 6,
+        out_specs=P("expert"),
+        check_vma=check_vma,
+    )
+
+    def copies(x, ids, weights, *experts):
+        both = (jnp.concatenate([w, w]) for w in experts)
+        return jnp.tile(reference.moe_mlp(x, ids, weights, *both), (2, 1))
+
+    def gradients(f):
+        def loss(x, weights, *experts):
+            return (f(x, ids, weights, *experts) * jnp.tile(inputs.dy, (2, 1))).sum()
+
+        return jax.jit(jax.value_and_grad(loss, argnums=range(5)))(x, weights, *experts)
+
+    got, want = map(jax.tree.leaves, (gradients(f), gradients(copies)))
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
