@@ -100,6 +100,8 @@ def arguments(argv=None) -> argparse.Namespace:
         None, None, None,
     ):  # fmt: skip
         parser.error("--coordinator, --num-processes and --process-id need --distributed")
+    if args.coordinator and not args.coordinator.rpartition(":")[2].isdigit():
+        parser.error(f"--coordinator is {args.coordinator!r}; it must be HOST:PORT")
     if args.out is None:
         if args.resume or args.distributed:
             parser.error("--resume and --distributed need --out")
@@ -499,7 +501,7 @@ def main(argv=None) -> list[dict]:
     if args.distributed:
         try:
             jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-        except (ValueError, IndexError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             fail(f"--distributed with --coordinator {args.coordinator} cannot start: {reason}")
     try:

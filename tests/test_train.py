@@ -341,6 +341,12 @@ def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, m
     assert not Path("out").exists()
 
 
+def test_a_coordinator_without_a_port_is_named(capsys):
+    with pytest.raises(SystemExit):
+        train_qwen3_moe.arguments(["--distributed", "--out", "out", "--coordinator", "host"])
+    assert "--coordinator is 'host'; it must be HOST:PORT" in capsys.readouterr().err
+
+
 def test_starts_from_the_first_layers_of_a_folder(tmp_path):
     config = dataclasses.replace(
         CONFIG, vocab_size=256, num_hidden_layers=3, mlp_only_layers=(1,), router_aux_loss_coef=0.3
