@@ -148,6 +148,7 @@ def test_end_tokens(read):
         ({"hidden_size": 66}, "hidden_size is 66.*num_attention_heads, 4"),
         ({"mlp_only_layers": [6]}, "mlp_only_layers holds 6"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
         ({"head_dim": "16"}, "head_dim is '16'.*integer"),
         ({"num_experts": -8}, "num_experts is -8.*at least 1"),

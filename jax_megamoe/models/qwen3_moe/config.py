@@ -19,6 +19,7 @@ _REQUIRED = (
     "num_key_value_heads",
 )
 _REQUIRED_WITH_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size")
+_MOST_LAYERS = 10_000  # so that a damaged file is refused before its layers are counted out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Qwen3MoEConfig:
     def __post_init__(self):
         for name in (*_REQUIRED, "decoder_sparse_step"):
             _positive(name, getattr(self, name))
+        if self.num_hidden_layers > _MOST_LAYERS:
+            raise ValueError(
+                f"num_hidden_layers is {self.num_hidden_layers}; it must be at most {_MOST_LAYERS}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of "
