@@ -234,13 +234,14 @@ def test_every_tensor_is_read_and_reported(layout, count, caplog):
         assert not np.all(np.asarray(value) == fresh, axis=-1).any(), path
 
 
-def test_host_memory_while_loading_is_bounded(tmp_path):
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+def test_host_memory_while_loading_is_bounded(tmp_path, layout):
     config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=12, mlp_only_layers=(3,))
     model = Qwen3MoE(config, rngs=nnx.Rngs(0))
     limit = 2 * 2**20
     before, checkpoint_module._FILE_BYTES = checkpoint_module._FILE_BYTES, limit
     try:
-        save_hf(model, tmp_path)
+        save_hf(model, tmp_path, layout=layout)
     finally:
         checkpoint_module._FILE_BYTES = before
     total = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
