@@ -197,6 +197,10 @@ def check_ranges(args: argparse.Namespace) -> None:
             raise ValueError(f"--{flag} is {value}; it must be a finite number above 0")
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed is {args.seed}; it must be from 0 to {2**63 - 1}")
+    if args.warmup > args.steps:
+        raise ValueError(f"--warmup is {args.warmup}; it must be at most --steps, {args.steps}")
+    if args.tokenizer == "" or "" in (args.data or ()):
+        raise ValueError("--tokenizer or --data is ''; it must name a file or a folder")
 
 
 def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwen3MoEConfig:

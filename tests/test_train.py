@@ -329,6 +329,9 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--seq-len", "1"], "--seq-len is 1; it must be a finite number, at least 2"),
         (["--expert-parallel", "3"], "--expert-parallel is 3; it must divide"),
         (["--tokenizer", "missing.json"], "missing.json does not exist"),
+        (["--tokenizer", ""], "--tokenizer or --data is ''; it must name a file or a folder"),
+        (["--data", ""], "--tokenizer or --data is ''; it must name a file or a folder"),
+        (["--steps", "4", "--warmup", "5"], "--warmup is 5; it must be at most --steps, 4"),
     ],
 )
 def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, message):
