@@ -22,7 +22,7 @@ from cases import (
     sharded,
 )
 from jax.sharding import PartitionSpec as P
-from test_gpu_forward import BF16, QWEN3_LAYERS, ranks_on_one_gpu
+from test_gpu_forward import BF16, QWEN3_LAYERS, rank_attributes, ranks_on_one_gpu
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
 
@@ -148,14 +148,7 @@ def backward_ranks(shape, ranks, key, capacity_rows):
         out = jax.ffi.ffi_call("jax_megamoe_backward_ranks", results)(
             *split,
             place,
-            workspace=np.int64(key),
-            ranks=np.int64(ranks),
-            capacity_rows=np.int64(capacity_rows),
-            precision="bf16",
-            wgrad_precision="bf16",
-            swiglu_limit=np.float32(np.inf),
-            timeout_s=np.float32(30),
-            reserved_sms=np.int64(0),
+            **rank_attributes(key, ranks, capacity_rows),
         )
         return tuple(a.reshape((-1,) + a.shape[2:]) for a in out)
 

@@ -48,6 +48,20 @@ def single(**config):
     return jax.jit(lambda *args: moe_mlp(*args, config=config, return_stats=True))
 
 
+def rank_attributes(key, ranks, capacity_rows):
+    """The attributes of the custom calls for ranks on one GPU."""
+    return dict(
+        workspace=np.int64(key),
+        ranks=np.int64(ranks),
+        capacity_rows=np.int64(capacity_rows),
+        precision="bf16",
+        wgrad_precision="bf16",
+        swiglu_limit=np.float32(np.inf),
+        timeout_s=np.float32(30),
+        reserved_sms=np.int64(0),
+    )
+
+
 @functools.cache
 def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
     """(workspace key, jitted operation on [ranks, ...] operands), all on the first GPU."""
@@ -78,14 +92,7 @@ def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
         y, load, counters = jax.ffi.ffi_call("jax_megamoe_forward_ranks", results)(
             *split,
             place,
-            workspace=np.int64(key),
-            ranks=np.int64(ranks),
-            capacity_rows=np.int64(capacity_rows),
-            precision="bf16",
-            wgrad_precision="bf16",
-            swiglu_limit=np.float32(np.inf),
-            timeout_s=np.float32(30),
-            reserved_sms=np.int64(0),
+            **rank_attributes(key, ranks, capacity_rows),
         )
         return y.reshape(-1, shape.hidden), load.reshape(-1), counters
 

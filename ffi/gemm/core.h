@@ -61,21 +61,25 @@ struct Stages {
   Barrier empty[kStages];
 
   // Eight arrivals free a stage: one of each consumer warp under kCooperative, two of each warp of
-  // the owning warpgroup under kPingPong. `arrivals` fill it.
-  __device__ void init(int arrivals) {
+  // the owning warpgroup under kPingPong.
+  __device__ void init() {
     for (int s = 0; s < kStages; ++s) {
-      full[s].init(arrivals);
+      full[s].init(1);
       empty[s].init(8);
     }
   }
 };
 
-// The consumer's number, read where it is needed: it must not take a register of the main loops.
-__device__ __forceinline__ uint32_t warpgroup_here() {
+// The thread's number, read where it is needed: what is derived from it must not take a register of
+// the main loops, in which the compiler would keep it with threadIdx.
+__device__ __forceinline__ uint32_t thread_here() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread / kWarpgroup - 1;
+  return thread;
 }
+
+// The consumer's number.
+__device__ __forceinline__ uint32_t warpgroup_here() { return thread_here() / kWarpgroup - 1; }
 
 // Position in a ring of kSlots: one register, which matters to the consumers.
 template <int kSlots>

@@ -75,11 +75,7 @@ constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
 struct WarpBuffers {
   alignas(1024) uint8_t rows[kConsumerWarps][16 * 128];
 
-  __device__ __forceinline__ uint8_t* here() {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return rows[thread / 32 - 4];
-  }
+  __device__ __forceinline__ uint8_t* here() { return rows[thread_here() / 32 - 4]; }
 };
 
 // Byte offset of a 16-byte chunk of a row (128-byte swizzle).

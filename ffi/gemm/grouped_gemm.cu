@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    shared.stages.init(1);
+    shared.stages.init();
     shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();
   }

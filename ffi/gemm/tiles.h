@@ -53,13 +53,11 @@ struct TileRing {
       empty[s].init(readers);
     }
   }
-  // One warp, or its first thread.
+  // One thread.
   __device__ __forceinline__ void push(RingState<kSlots>& at, const Work& next) {
     empty[at.index()].wait(at.phase() ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      work[at.index()] = next;
-      full[at.index()].arrive();
-    }
+    work[at.index()] = next;
+    full[at.index()].arrive();
     at.advance();
   }
   // A warp: the work at its place in the ring, which stays readable until the warp moves on. One

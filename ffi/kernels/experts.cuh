@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Experts experts{maps, args, shared};
   if (args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
-    shared.stages.init(1);
+    shared.stages.init();
     shared.pull.init();
     shared.tiles.init(kConsumerWarps);
     cutlass::arch::fence_barrier_init();

@@ -672,7 +672,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The first round also writes the gradients of experts without rows.
   if (args.round > 0 && args.round >= NumRounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
-    shared.stages.init(1);
+    shared.stages.init();
     shared.ending = 0;
     shared.pull.init();
     shared.tiles.init(kConsumerWarps);

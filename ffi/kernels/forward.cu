@@ -13,7 +13,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   const int64_t experts = call.shape.plan.local_experts;
   const int64_t h = call.shape.hidden, i = call.shape.intermediate;
   char* x_pool = launch.at<char>(layout.common.x_pool);
-  char* act_pool = launch.at<char>(layout.common.act_pool);
+  auto* act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
   for (const std::string& error :
        {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kTileM),
         encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kGateUpColumns),
@@ -30,7 +30,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.source[0] = {launch.board->x, x_pool, launch.progress(kArrivedX)};
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);
-  args.act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
+  args.act_pool = act_pool;
   args.activated = launch.progress(kGateUpDone);
   args.hidden = call.shape.hidden;
   args.intermediate = call.shape.intermediate;
