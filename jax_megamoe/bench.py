@@ -76,7 +76,6 @@ def _core_records(options, environment, name):
             "shape": name,
             "pass": "matrix_core",
             "product": timed.product,
-            "organisation": timed.organisation,
             "precision": "bf16",
             "implementation": "ffi",
             "routing": "multinomial",

@@ -267,9 +267,8 @@ def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it():
 PRODUCTS = ("gate_up", "down", "down_grad", "input_grad", "weight_grad")
 
 
-@pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("product", range(5), ids=PRODUCTS)
-def test_the_matrix_core_is_right_in_every_product(product, ping_pong):
+def test_the_matrix_core_is_right_in_every_product(product):
     hidden, intermediate, counts = 256, 192, np.array([130, 0, 64, 1, 257, 300])
     starts = np.concatenate([[0], np.cumsum(-(-counts // 128))])
     rows = int(starts[-1]) * 128
@@ -305,7 +304,6 @@ def test_the_matrix_core_is_right_in_every_product(product, ping_pong):
         lambda *a: jax.ffi.ffi_call("jax_megamoe_product", results)(
             *a,
             product=np.int64(product),
-            ping_pong=ping_pong,
             hidden=np.int64(hidden),
             intermediate=np.int64(intermediate),
         )[0]
@@ -388,3 +386,22 @@ class TestTwoGpus:
             if i % 100 == 99:
                 assert_same_bits(np.asarray(y), want)
         np.testing.assert_array_equal(big, np.ones_like(big))
+
+
+@pytest.mark.parametrize("routing", ["random", "skewed", "holes"])
+def test_the_link_carries_each_token_once(routing):
+    """A build with JAX_MEGAMOE_TIMELINE counts what the ranks pull from each other."""
+    ffi, shape, ranks = _runtime.load(), Shape(tokens=640, top_k=4, experts=16, hidden=256), 4
+    if not ffi.forward_timeline():
+        pytest.skip("the module was built without JAX_MEGAMOE_TIMELINE")
+    inputs = make_inputs(shape, routing, **BF16)
+    _, run = ranks_on_one_gpu(shape, ranks, 8192)
+    ffi.forward_pulled_bytes()
+    jax.block_until_ready(run(*inputs.args))
+    ids = np.asarray(inputs.expert_ids)
+    home = np.arange(shape.tokens) // (shape.tokens // ranks)
+    pulls = 0
+    for rank in range(ranks):
+        goes_there = ((ids >= 4 * rank) & (ids < 4 * (rank + 1))).any(1)
+        pulls += (goes_there & (home != rank)).sum()
+    assert ffi.forward_pulled_bytes() == pulls * shape.hidden * 2

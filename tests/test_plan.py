@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 TILE = 128
 
 
-def model(ids, rank, local_experts, capacity_rows):
+def model(ids, rank, local_experts, capacity_rows, head_rows):
     """The plan's definition, written with sorts and loops."""
     ranks, tokens, top_k = ids.shape
     experts = ranks * local_experts
@@ -35,7 +35,8 @@ def model(ids, rank, local_experts, capacity_rows):
     for begin in range(0, int(expert_start[-1]), capacity_rows):
         first_use = {}
         for r in range(begin, min(begin + capacity_rows, len(rows))):
-            if rows[r, 0] >= 0:
+            in_head = r < begin + head_rows and rows[r, 0] // tokens == rank
+            if rows[r, 0] >= 0 and not in_head:
                 first_use.setdefault(int(rows[r, 0]), int(tile_expert[r // TILE]))
         pulls.append(sorted(first_use, key=lambda t: (first_use[t], t)))
 
@@ -51,12 +52,16 @@ def model(ids, rank, local_experts, capacity_rows):
     )
 
 
-def check(ids, local_experts, capacity_rows):
+def check(ids, local_experts, capacity_rows, head_rows=0):
     for rank in range(ids.shape[0]):
         got = _runtime.load().plan(
-            ids, rank=rank, local_experts=local_experts, capacity_rows=capacity_rows
+            ids,
+            rank=rank,
+            local_experts=local_experts,
+            capacity_rows=capacity_rows,
+            head_rows=head_rows,
         )
-        want = model(ids, rank, local_experts, capacity_rows)
+        want = model(ids, rank, local_experts, capacity_rows, head_rows)
         assert got.keys() == want.keys()
         assert got["pulls"] == want["pulls"]
         for name in want.keys() - {"pulls"}:
@@ -90,7 +95,7 @@ def test_random_plans(seed):
         top_k = int(rng.integers(1, 9))
         capacity_rows = TILE * int(rng.choice([1, 2, 5, 1000]))
         ids = draw_ids(rng, ranks, tokens, top_k, ranks * local_experts)
-        check(ids, local_experts, capacity_rows)
+        check(ids, local_experts, capacity_rows, TILE * int(rng.choice([0, 1, 3])))
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 255, 256, 257])

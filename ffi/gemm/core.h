@@ -1,15 +1,14 @@
 // The matrix core: bf16 operands in swizzled shared memory, fp32 accumulators in registers.
 //
-// One producer thread fills a ring of stages by TMA; two consumer warpgroups multiply. Every
-// product of the layer (gate/up, down, dA, dX, weight gradients) is this core with another pair of
-// operand majors and another epilogue. Two ways to share a tile:
-//   kCooperative: both warpgroups work on one 128 x 256 tile, 64 rows each.
-//   kPingPong:    each warpgroup owns a whole 128 x 192 tile; one multiplies while the other runs
-//                 its epilogue. The larger tile per warpgroup reads less shared memory per FLOP.
-// Gate and up projections go cooperatively, 128 + 128 columns, so that a thread holds matching
-// pairs. In turns they would have to be transposed (weights as the tile's rows), which was measured
-// on H200 to be no faster: the card is then limited by its power, not by the epilogue that turns
-// would hide. Five stages instead of four gave nothing either.
+// One producer thread fills a ring of stages by TMA; two consumer warpgroups multiply in turns,
+// each a whole 128 x 192 tile: one multiplies while the other runs its epilogue, so the tensor
+// cores stay busy at a clock that the card's power allows. Every product of the layer (gate, up,
+// down, dA, dX, weight gradients) is this core with another pair of operand majors and another
+// epilogue.
+//
+// SwiGLU needs a gate and an up value together. One warpgroup takes the gate tiles and the other
+// the up tiles, and the gates cross in shared memory (epilogue.h): sharing a tile of 128 gate and
+// 128 up columns between the warpgroups instead leaves the tensor cores idle in its epilogue.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,25 +32,10 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumerWarpgroups = 2;
 constexpr int kThreads = kWarpgroup * (1 + kConsumerWarpgroups);
 
-enum class Sharing { kCooperative, kPingPong };
-
-template <Sharing kSharing>
-struct Tile;
-
-template <>
-struct Tile<Sharing::kCooperative> {
-  static constexpr int kN = 256;
-  static constexpr int kRowBlocks = 1;  // 64-row blocks that a warpgroup accumulates
-};
-
-template <>
-struct Tile<Sharing::kPingPong> {
-  static constexpr int kN = 192;
-  static constexpr int kRowBlocks = 2;
-};
-
+constexpr int kTileN = 192;
+constexpr int kRowBlocks = 2;  // 64-row blocks of a tile
 constexpr int kStageBytesA = kTileM * kBlockK * 2;
-constexpr int kStageBytesB = Tile<Sharing::kCooperative>::kN * kBlockK * 2;
+constexpr int kStageBytesB = kTileN * kBlockK * 2;
 
 template <int kStages>
 struct Stages {
@@ -60,12 +44,11 @@ struct Stages {
   TransactionBarrier full[kStages];
   Barrier empty[kStages];
 
-  // Eight arrivals free a stage: one of each consumer warp under kCooperative, two of each warp of
-  // the owning warpgroup under kPingPong.
+  // Each warp of the warpgroup that owns the tile frees a stage.
   __device__ void init() {
     for (int s = 0; s < kStages; ++s) {
       full[s].init(1);
-      empty[s].init(8);
+      empty[s].init(kWarpgroup / 32);
     }
   }
 };
@@ -110,17 +93,6 @@ template <Major kMajor>
 constexpr uint64_t kStepK16 = kMajor == Major::K ? 32 >> 4 : (16 * 128) >> 4;
 constexpr uint64_t kStepM64 = (64 * 128) >> 4;
 
-template <int kN, Major kA, Major kB>
-struct Wgmma;
-template <Major kA, Major kB>
-struct Wgmma<256, kA, kB> {
-  using Atom = cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<kA, kB>;
-};
-template <Major kA, Major kB>
-struct Wgmma<192, kA, kB> {
-  using Atom = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
-};
-
 template <class Atom, int... I>
 __device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float* d, bool accumulate,
                                       std::integer_sequence<int, I...>) {
@@ -128,25 +100,22 @@ __device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float* d, bool acc
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// Accumulators of a warpgroup's thread: kN / 2 values for each of its 64-row blocks. A kernel whose
-// tiles differ must give all of them the same array: wgmma reads its accumulators even where it
-// ignores them, so two arrays would both hold registers all the time.
-template <Sharing kSharing>
-constexpr int kAccumulators = Tile<kSharing>::kRowBlocks * Tile<kSharing>::kN / 2;
+// Accumulators of a thread. A kernel whose products differ must not keep two such arrays alive:
+// wgmma reads its accumulators even where it ignores them, so both would hold registers.
+constexpr int kAccumulators = kRowBlocks * kTileN / 2;
 
-template <int kCount>
 __device__ __forceinline__ void fence_accumulators(float* d) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(d[i]);
+  for (int i = 0; i < kAccumulators; ++i) cute::warpgroup_fence_operand(d[i]);
 }
 
-// kPingPong: the warpgroups multiply in turns. Besides keeping one ahead of the other, this keeps a
+// The warpgroups multiply in turns. Besides keeping one ahead of the other, this keeps a
 // warpgroup from waiting for a stage more than one turn of the ring before it is filled: a
 // barrier's parity cannot tell two turns apart, and the wait would end too early.
 struct Turns {
-  // Before the first tile, by all consumers: `first` is the warpgroup that owns it.
-  static __device__ void start(uint32_t warpgroup, uint32_t first) {
-    if (warpgroup != first) pass(warpgroup);
+  // Before the first tile, which is warpgroup 0's, by all consumers.
+  static __device__ void start(uint32_t warpgroup) {
+    if (warpgroup == 1) pass(warpgroup);
   }
   static __device__ __forceinline__ void take(uint32_t warpgroup) {
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, warpgroup);
@@ -156,65 +125,55 @@ struct Turns {
   }
 };
 
-template <Sharing kSharing, int kStages>
+template <int kStages>
 __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index) {
-  if (threadIdx.x % 32 < (kSharing == Sharing::kCooperative ? 1 : 2)) stages.empty[index].arrive();
+  if (threadIdx.x % 32 == 0) stages.empty[index].arrive();
 }
 
-struct Nothing {
-  __device__ void operator()() const {}
-};
-
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators]. `warpgroup` is the consumer's
-// number, 0 or 1. aside() is called once, if possible while the tensor cores are busy.
-template <Sharing kSharing, Major kA, Major kB, int kRowBlocks = Tile<kSharing>::kRowBlocks,
-          class Aside = Nothing, int kStages>
+// Multiplies `k_blocks` stages of the ring into d[kAccumulators]; of the tile's row blocks, the
+// first kUsedBlocks. `warpgroup` is the consumer's number, 0 or 1.
+template <Major kA, Major kB, int kUsedBlocks = kRowBlocks, int kStages>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
-                                         uint32_t warpgroup, int k_blocks, float* d,
-                                         const Aside& aside = {}) {
-  constexpr int kN = Tile<kSharing>::kN;
-  using Atom = typename Wgmma<kN, kA, kB>::Atom;
-  const uint64_t first_row_block = kSharing == Sharing::kCooperative ? warpgroup : 0;
-
-  fence_accumulators<kAccumulators<kSharing>>(d);
-  if constexpr (kSharing == Sharing::kPingPong) Turns::take(warpgroup);
+                                         uint32_t warpgroup, int k_blocks, float* d) {
+  using Atom = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
+  fence_accumulators(d);
+  Turns::take(warpgroup);
 #pragma unroll 1
   for (int kb = 0; kb < k_blocks; ++kb) {
     stages.full[ring.index()].wait(ring.phase());
-    const uint64_t a = matrix_descriptor<kA>(stages.a[ring.index()]) + first_row_block * kStepM64;
+    const uint64_t a = matrix_descriptor<kA>(stages.a[ring.index()]);
     const uint64_t b = matrix_descriptor<kB>(stages.b[ring.index()]);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kBlockK / 16; ++k) {
 #pragma unroll
-      for (int m = 0; m < kRowBlocks; ++m) {
-        wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kN / 2),
-                    kb > 0 || k > 0, std::make_integer_sequence<int, kN / 2>{});
+      for (int m = 0; m < kUsedBlocks; ++m) {
+        wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kTileN / 2),
+                    kb > 0 || k > 0, std::make_integer_sequence<int, kTileN / 2>{});
       }
     }
     cute::warpgroup_commit_batch();
     if (kb > 0) {
       cute::warpgroup_wait<1>();
-      release_stage<kSharing>(stages, (ring.count - 1) % kStages);
+      release_stage(stages, (ring.count - 1) % kStages);
     }
-    if (kb == 1) aside();
     ring.advance();
   }
-  if (k_blocks < 2) aside();
-  if constexpr (kSharing == Sharing::kPingPong) Turns::pass(warpgroup);
+  Turns::pass(warpgroup);
   cute::warpgroup_wait<0>();
-  fence_accumulators<kAccumulators<kSharing>>(d);
-  if (k_blocks > 0) release_stage<kSharing>(stages, (ring.count - 1) % kStages);
+  fence_accumulators(d);
+  if (k_blocks > 0) release_stage(stages, (ring.count - 1) % kStages);
 }
 
-// kCooperative: takes part in a tile whose rows all belong to the other warpgroup.
-template <int kStages>
-__device__ __forceinline__ void skip(Stages<kStages>& stages, RingState<kStages>& ring,
-                                     int k_blocks) {
-  for (int kb = 0; kb < k_blocks; ++kb) {
-    stages.full[ring.index()].wait(ring.phase());
-    release_stage<Sharing::kCooperative>(stages, ring.index());
-    ring.advance();
+// The same for a tile of `rows` rows that are not padding.
+template <Major kA, Major kB, int kStages>
+__device__ __forceinline__ void multiply_rows(Stages<kStages>& stages, RingState<kStages>& ring,
+                                              uint32_t warpgroup, int rows, int k_blocks,
+                                              float* d) {
+  if (rows > kTileM / kRowBlocks) {
+    multiply<kA, kB>(stages, ring, warpgroup, k_blocks, d);
+  } else {
+    multiply<kA, kB, 1>(stages, ring, warpgroup, k_blocks, d);
   }
 }
 

@@ -1,8 +1,10 @@
 // From accumulator registers to memory.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cutlass/arch/barrier.h>
 
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
@@ -16,6 +18,30 @@ namespace megamoe {
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
+}
+
+__device__ __forceinline__ void unpack_bf16x8(const uint4& packed, float (&values)[8]) {
+  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = __uint_as_float(words[i] << 16);
+    values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
+__device__ __forceinline__ void unpack_f16x8(const uint4& packed, float (&values)[8]) {
+  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+}
+
+__device__ __forceinline__ uint4 pack_bf16x8(const float (&values)[8]) {
+  return make_uint4(pack_bf16(values[0], values[1]), pack_bf16(values[2], values[3]),
+                    pack_bf16(values[4], values[5]), pack_bf16(values[6], values[7]));
 }
 
 // The thread's lane, read where it is needed: an epilogue's addresses, derived from it, must not be
@@ -64,18 +90,22 @@ __device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s
   s1 = r * a;
 }
 
-// Results leave through 2 KB of shared memory of each consumer warp, 16 rows x 128 bytes, so that
-// eight lanes store 128 contiguous bytes of a row. The stores are not waited for. TMA stores, from
-// two boxes of 4 KB a warpgroup, were measured on H200: a box is free again only after about a
-// microsecond, which took most of the time of the hidden gradients' epilogue with its many results.
-// For the one contiguous result of the down projection or the input gradients they are 4-7% faster,
-// but in the layer those rows are pushed to scattered places.
+// Results leave through shared memory of each consumer warp, in blocks of 16 rows x 128 bytes: by
+// TMA where rows lie together (store_block), else so that eight lanes store 128 contiguous bytes of
+// a row (store_rows). Storing takes shared-memory bandwidth from the other warpgroup's products,
+// which need nearly all of it: by store_rows a tile costs about as much time as two blocks of its
+// contraction, by TMA half a block (measured on H200).
 constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
+constexpr int kBufferBytes = 16 * 128;
+constexpr int kWarpBuffers = 3;
 
 struct WarpBuffers {
-  alignas(1024) uint8_t rows[kConsumerWarps][16 * 128];
+  alignas(1024) uint8_t blocks[kConsumerWarps][kWarpBuffers][kBufferBytes];
 
-  __device__ __forceinline__ uint8_t* here() { return rows[thread_here() / 32 - 4]; }
+  // This warp's.
+  __device__ __forceinline__ uint8_t* here(int which = 0) {
+    return blocks[thread_here() / 32 - 4][which];
+  }
 };
 
 // Byte offset of a 16-byte chunk of a row (128-byte swizzle).
@@ -111,20 +141,77 @@ __device__ __forceinline__ void for_rows(const uint8_t* buffer, const Copy& copy
 
 // Stores the buffer's rows `offset` bytes from `to`, if they are `inside` the matrix. (A branch
 // around an epilogue's parts would make the compiler move accumulators.)
+template <int kUnroll = 2>
 __device__ __forceinline__ void store_rows(const uint8_t* buffer, const RowAddress& to,
                                            int offset = 0, bool inside = true) {
-  for_rows(buffer, [&](int i, const uint4& bytes) {
+  for_rows<kUnroll>(buffer, [&](int i, const uint4& bytes) {
     if (inside) *reinterpret_cast<uint4*>(to.first + offset + i * to.step) = bytes;
   });
 }
 
+// Where this lane's part of the j-th 16 columns goes in the buffer, see store_16_columns.
+__device__ __forceinline__ uint8_t* fragment(uint8_t* buffer, int j) {
+  const int lane = lane_here();
+  return buffer + swizzled(fragment_row(lane), 2 * j + fragment_chunk(lane));
+}
+
 // Fills the buffer with 64 columns, values d[0..32), of the warp's 16 rows as bf16.
 __device__ __forceinline__ void fill_64_columns(const float* d, uint8_t* buffer) {
-  const int lane = lane_here();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) store_16_columns(d + 8 * j, fragment(buffer, j));
+}
+
+// The other way: values of the j-th 16 columns of the buffer, which this warp may then overwrite.
+__device__ __forceinline__ void load_16_columns(uint8_t* buffer, int j, float (&d)[8]) {
+  uint4 packed;
+  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t*>(fragment(buffer, j)), packed.x,
+                                packed.y, packed.z, packed.w);
+  unpack_bf16x8(packed, d);
+}
+
+// Gates cross from warpgroup 0, which multiplies the gate tiles, to warpgroup 1, which multiplies
+// the up tiles and needs them in its epilogue; as bf16, through all buffers. A warp finds the gates
+// of its accumulators 32 b to 32 b + 31 in block b, and may put its results in their place.
+struct GateExchange {
+  static constexpr int kBlocks = kAccumulators / 32;
+  static constexpr uint32_t kFree = 2, kFull = 3;  // named barriers; Turns has 0 and 1
+  static_assert(kWarpgroup / 32 * kBlocks == kConsumerWarps * kWarpBuffers);
+
+  static __device__ __forceinline__ uint8_t* block(WarpBuffers& buffers, int b) {
+    return buffers.blocks[0][0] + (thread_here() % kWarpgroup / 32 * kBlocks + b) * kBufferBytes;
+  }
+  // By warpgroup 1, before the first tile and when it is done with a tile's blocks.
+  static __device__ __forceinline__ void release() {
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kFree);
+  }
+  // By warpgroup 0, before it gives gates, and after its last tile.
+  static __device__ __forceinline__ void wait_until_free() {
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, kFree);
+  }
+  // By warpgroup 0.
+  static __device__ __forceinline__ void give(WarpBuffers& buffers, const float* acc) {
+    wait_until_free();
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) fill_64_columns(acc + 32 * b, block(buffers, b));
+    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kFull);
+  }
+  // By warpgroup 1.
+  static __device__ __forceinline__ void wait_until_full() {
+    cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, kFull);
+  }
+};
+
+// fill_64_columns in fp16, with values of the rows lane / 4 and 8 below times `scale`.
+__device__ __forceinline__ void fill_64_columns_f16(const float* d, const float (&scale)[2],
+                                                    uint8_t* buffer) {
+  const auto pack = [&](int i) {
+    const __half2 pair = __floats2half2_rn(d[i] * scale[i / 2 % 2], d[i + 1] * scale[i / 2 % 2]);
+    return reinterpret_cast<const uint32_t&>(pair);
+  };
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    store_16_columns(d + 8 * j,
-                     buffer + swizzled(fragment_row(lane), 2 * j + fragment_chunk(lane)));
+    cute::SM90_U32x4_STSM_N::copy(pack(8 * j), pack(8 * j + 2), pack(8 * j + 4), pack(8 * j + 6),
+                                  *reinterpret_cast<cute::uint128_t*>(fragment(buffer, j)));
   }
 }
 
@@ -153,6 +240,28 @@ __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowA
     sum.z += __uint_as_float(bytes.z), sum.w += __uint_as_float(bytes.w);
     if (inside) *at = sum;
   });
+}
+
+// ---- blocks by TMA --------------------------------------------------------------------------
+// Lane 0 of a warp issues its stores, a group for each block.
+
+// A warp: the buffer of the block `kBehind` blocks before the next one may be filled again.
+template <int kBehind = kWarpBuffers>
+__device__ __forceinline__ void wait_for_buffer() {
+  if (lane_here() == 0) {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBehind - 1) : "memory");
+  }
+  __syncwarp();
+}
+
+// Stores the warp's block to (column, row) of the matrix if it is to be `stored`.
+__device__ __forceinline__ void store_block(const CUtensorMap& matrix, const uint8_t* block,
+                                            int column, int row, bool stored) {
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (lane_here() != 0) return;
+  if (stored) cute::SM90_TMA_STORE_3D::copy(&matrix, block, column, row, 0);
+  cute::tma_store_arrive();
 }
 
 // Waits until the bulk stores of this thread, but the newest kPending groups, have been written.

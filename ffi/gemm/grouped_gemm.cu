@@ -16,6 +16,7 @@ constexpr int kMaxGroups = 256;
 struct Work {
   TilePlace place;
   int k_blocks;  // negative: no more work
+  bool up;       // kGateUp: a gate tile, then the up tile of the same place
 };
 
 struct Shared {
@@ -26,7 +27,7 @@ struct Shared {
 };
 
 struct Maps {
-  CUtensorMap a0, a1, b0, b1;
+  CUtensorMap a0, a1, b0, b1, out;
 };
 
 struct Geometry {
@@ -41,10 +42,11 @@ struct Majors {
       kProduct == Product::kDownGrad || kProduct == Product::kInputGrad ? Major::K : Major::MN;
 };
 
-template <Product kProduct, int kTileN>
+template <Product kProduct>
 __device__ __forceinline__ void load_stage(const Maps& maps, const Geometry& geometry,
-                                           const TilePlace& tile, const int* tile_start, int kb,
+                                           const Work& work, const int* tile_start, int kb,
                                            Stages<kStages>& stages, int stage) {
+  const TilePlace& tile = work.place;
   uint64_t* bar = reinterpret_cast<uint64_t*>(&stages.full[stage]);
   uint8_t* a = stages.a[stage];
   uint8_t* b = stages.b[stage];
@@ -55,8 +57,7 @@ __device__ __forceinline__ void load_stage(const Maps& maps, const Geometry& geo
   using Load4 = cute::SM90_TMA_LOAD_4D;
   if constexpr (kProduct == Product::kGateUp) {
     Load3::copy(&maps.a0, bar, 0, a, k, row, 0);
-    Load4::copy(&maps.b0, bar, 0, b, 0, k, tile.n * 2, tile.group);
-    Load4::copy(&maps.b1, bar, 0, b + kStageBytesB / 2, 0, k, tile.n * 2, tile.group);
+    Load4::copy(work.up ? &maps.b1 : &maps.b0, bar, 0, b, 0, k, column / 64, tile.group);
   } else if constexpr (kProduct == Product::kDown) {
     Load3::copy(&maps.a0, bar, 0, a, k, row, 0);
     Load4::copy(&maps.b0, bar, 0, b, 0, k, column / 64, tile.group);
@@ -83,134 +84,147 @@ __device__ __forceinline__ Work place_work(const Geometry& geometry, const int* 
   if constexpr (kProduct == Product::kWeightGrad) {
     const int per_group = geometry.row_tiles * geometry.column_tiles;
     const int group = index / per_group;
-    if (group >= geometry.groups) return {{}, -1};
+    if (group >= geometry.groups) return {{}, -1, false};
     const int left = index - group * per_group;
     const int k_blocks = (tile_start[group + 1] - tile_start[group]) * (kTileM / kBlockK);
     return {
         {group, group * geometry.row_tiles + left % geometry.row_tiles, left / geometry.row_tiles},
-        k_blocks};
+        k_blocks,
+        false};
   } else {
-    if (index >= tile_start[geometry.groups] * geometry.column_tiles) return {{}, -1};
+    if (index >= tile_start[geometry.groups] * geometry.column_tiles) return {{}, -1, false};
     return {place_tile(tile_start, geometry.groups, geometry.column_tiles, index),
-            geometry.k_blocks};
+            geometry.k_blocks, false};
   }
 }
 
-template <Product kProduct, Sharing kSharing>
+template <Product kProduct>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_kernel(const __grid_constant__ Maps maps, Geometry geometry,
-                        const int32_t* __restrict__ tile_starts, int32_t* counter,
-                        __nv_bfloat16* out) {
-  constexpr int kTileN = Tile<kSharing>::kN;
-  constexpr int kOutN = kProduct == Product::kGateUp ? kTileN / 2 : kTileN;
-  constexpr int kRowBlocks = Tile<kSharing>::kRowBlocks;
-  constexpr bool kAlternate = kSharing == Sharing::kPingPong;
-  // Of the register pool of 64,512; a larger sum never returns from setmaxnreg.
-  constexpr int kProducerRegisters = kAlternate ? 56 : 80;
-  constexpr int kConsumerRegisters = kAlternate ? 224 : 208;
+                        const int32_t* __restrict__ tile_starts, int32_t* counter) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& shared = *reinterpret_cast<Shared*>(raw);
 
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     shared.stages.init();
-    shared.tiles.init(kConsumerWarps);
+    shared.tiles.init();
     cutlass::arch::fence_barrier_init();
   }
   int32_t* tile_start = shared.tile_start;
   for (int g = threadIdx.x; g <= geometry.groups; g += kThreads) tile_start[g] = tile_starts[g];
   __syncthreads();
 
+  // Of the register pool of 64,512; a larger sum than 128 * 56 + 256 * 224 never returns.
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (warp == 0 && threadIdx.x == 0) {
-      RingState<kStages> ring;
-      RingState<kTileSlots> tile_ring;
-      Work next = place_work<kProduct>(geometry, tile_start, atomicAdd(counter, 1));
-      for (;;) {
-        const Work work = next;
+    cutlass::arch::warpgroup_reg_dealloc<56>();
+    RingState<kTileSlots> tile_ring;
+    if (threadIdx.x == 32) {
+      Work work{};
+      while (work.k_blocks >= 0) {
+        work = place_work<kProduct>(geometry, tile_start, atomicAdd(counter, 1));
         shared.tiles.push(tile_ring, work);
+        if (kProduct != Product::kGateUp || work.k_blocks < 0) continue;
+        work.up = true;
+        shared.tiles.push(tile_ring, work);
+      }
+    } else if (threadIdx.x == 0) {
+      RingState<kStages> ring;
+      for (;; shared.tiles.next_of_thread(tile_ring)) {
+        const Work work = shared.tiles.peek(tile_ring);
         if (work.k_blocks < 0) break;
-        const int index = atomicAdd(counter, 1);
-        const int look_ahead = min(kStages, work.k_blocks - 1);
-        if (work.k_blocks == 0) next = place_work<kProduct>(geometry, tile_start, index);
         for (int kb = 0; kb < work.k_blocks; ++kb) {
-          if (kb == look_ahead) next = place_work<kProduct>(geometry, tile_start, index);
           shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
-          shared.stages.full[ring.index()].arrive_and_expect_tx(kStageBytesA +
-                                                                kTileN * kBlockK * 2);
-          load_stage<kProduct, kTileN>(maps, geometry, work.place, tile_start, kb, shared.stages,
-                                       ring.index());
+          shared.stages.full[ring.index()].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
+          load_stage<kProduct>(maps, geometry, work, tile_start, kb, shared.stages, ring.index());
           ring.advance();
         }
       }
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<224>();
     const uint32_t warpgroup = warp / 4 - 1;
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    uint8_t* buffer = shared.buffers.here();
-    float acc[kAccumulators<kSharing>] = {};
-    if (kAlternate) Turns::start(warpgroup, 0);
+    float acc[kAccumulators] = {};
+    Turns::start(warpgroup);
+    if (kProduct == Product::kGateUp && warpgroup == 1) GateExchange::release();
     for (;; shared.tiles.next(tile_ring)) {
-      const Work& work = shared.tiles.peek(tile_ring);
-      if (work.k_blocks < 0) break;
-      if (kAlternate && tile_ring.count % 2 != warpgroup) {
-        ring.advance(work.k_blocks);
+      const int k_blocks = shared.tiles.peek(tile_ring).k_blocks;
+      if (k_blocks < 0) break;
+      if (tile_ring.count % 2 != warpgroup_here()) {
+        ring.advance(k_blocks);
         continue;
       }
-      if (work.k_blocks == 0) {
+      if (k_blocks == 0) {
 #pragma unroll
         for (float& value : acc) value = 0.0f;
       }
-      multiply<kSharing, Majors<kProduct>::kA, Majors<kProduct>::kB>(shared.stages, ring, warpgroup,
-                                                                     work.k_blocks, acc);
+      multiply<Majors<kProduct>::kA, Majors<kProduct>::kB>(
+          shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).k_blocks, acc);
+      const Work& work = shared.tiles.here(tile_ring);
+      if (kProduct == Product::kGateUp && warpgroup_here() == 0) {
+        GateExchange::give(shared.buffers, acc);
+        continue;
+      }
+      if (kProduct == Product::kGateUp) GateExchange::wait_until_full();
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
-        const int row = work.place.m * kTileM + (kAlternate ? m : warpgroup) * 64 +
-                        threadIdx.x % kWarpgroup / 32 * 16;
-        const int column = work.place.n * kOutN;
-        const RowAddress to(out, row, geometry.out_columns, column, 2);
+        const int row = work.place.m * kTileM + m * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+        const int column = work.place.n * kTileN;
 #pragma unroll
-        for (int c = 0; c < kOutN / 64; ++c) {
-          float* d = acc + m * (kTileN / 2) + 32 * c;
+        for (int c = 0; c < kTileN / 64; ++c) {
+          const float* d = acc + m * (kTileN / 2) + 32 * c;
+          uint8_t* buffer = shared.buffers.here(c);
           if constexpr (kProduct == Product::kGateUp) {
+            buffer = GateExchange::block(shared.buffers, m * (kTileN / 64) + c);
 #pragma unroll
-            for (int i = 0; i < 32; i += 2) {
-              float s[2];
-              sigmoid2(d[i], d[i + 1], s[0], s[1]);
-              d[i] *= s[0] * d[kTileN / 4 + i];
-              d[i + 1] *= s[1] * d[kTileN / 4 + i + 1];
+            for (int j = 0; j < 4; ++j) {
+              float gate[8], s[2];
+              load_16_columns(buffer, j, gate);
+#pragma unroll
+              for (int i = 0; i < 8; i += 2) {
+                sigmoid2(gate[i], gate[i + 1], s[0], s[1]);
+                gate[i] *= s[0] * d[8 * j + i];
+                gate[i + 1] *= s[1] * d[8 * j + i + 1];
+              }
+              store_16_columns(gate, fragment(buffer, j));
             }
+          } else {
+            wait_for_buffer();
+            fill_64_columns(d, buffer);
           }
-          fill_64_columns(d, buffer);
-          store_rows(buffer, to, 128 * c, column + 64 * c < geometry.out_columns);
+          store_block(maps.out, buffer, column + 64 * c, row,
+                      column + 64 * c < geometry.out_columns);
         }
       }
+      if (kProduct == Product::kGateUp) {
+        wait_for_buffer<1>();
+        GateExchange::release();
+      }
     }
+    wait_bulk_stores<0>();
   }
 }
 
-template <Product kProduct, Sharing kSharing>
+template <Product kProduct>
 std::string launch(const GroupedGemm& call, cudaStream_t stream) {
-  constexpr int kTileN = Tile<kSharing>::kN;
   const int64_t h = call.hidden, i = call.intermediate;
   Maps maps{};
   Geometry geometry{};
   geometry.groups = static_cast<int>(call.groups);
-  int64_t out_columns = 0, out_tile = kTileN;
+  int64_t out_columns = 0;
   if (call.groups > kMaxGroups) return "at most 256 groups";
   std::string error;
   const auto check = [&](std::string e) {
     if (error.empty()) error = std::move(e);
   };
   if constexpr (kProduct == Product::kGateUp) {
-    out_columns = i, out_tile = kTileN / 2;
+    out_columns = i;
     geometry.k_blocks = static_cast<int>(h / kBlockK);
     check(encode_k_major(&maps.a0, call.a0, 1, call.rows, h, kTileM));
-    check(encode_mn_major(&maps.b0, call.b0, call.groups, h, i, kTileN / 2));
-    check(encode_mn_major(&maps.b1, call.b1, call.groups, h, i, kTileN / 2));
+    check(encode_mn_major(&maps.b0, call.b0, call.groups, h, i, kTileN));
+    check(encode_mn_major(&maps.b1, call.b1, call.groups, h, i, kTileN));
   } else if constexpr (kProduct == Product::kDown) {
     out_columns = h;
     geometry.k_blocks = static_cast<int>(i / kBlockK);
@@ -234,30 +248,24 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
     check(encode_mn_major(&maps.a0, call.a0, 1, call.rows, h, kTileM));
     check(encode_mn_major(&maps.b0, call.b0, 1, call.rows, i, kTileN));
   }
-  geometry.column_tiles = static_cast<int>((out_columns + out_tile - 1) / out_tile);
+  const int64_t out_rows = kProduct == Product::kWeightGrad ? call.groups * h : call.rows;
+  check(encode_k_major(&maps.out, call.out, 1, out_rows, out_columns, kBlockRows));
+  geometry.column_tiles = static_cast<int>((out_columns + kTileN - 1) / kTileN);
   geometry.out_columns = static_cast<int>(out_columns);
   if (!error.empty()) return error;
 
   int device = 0, sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  const auto kernel = grouped_gemm_kernel<kProduct, kSharing>;
+  const auto kernel = grouped_gemm_kernel<kProduct>;
   cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             static_cast<int>(sizeof(Shared)));
   if (status == cudaSuccess) {
-    kernel<<<sms, kThreads, sizeof(Shared), stream>>>(maps, geometry, call.tile_start, call.counter,
-                                                      static_cast<__nv_bfloat16*>(call.out));
+    kernel<<<sms, kThreads, sizeof(Shared), stream>>>(maps, geometry, call.tile_start,
+                                                      call.counter);
     status = cudaGetLastError();
   }
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
-}
-
-template <Product kProduct>
-std::string launch(const GroupedGemm& call, cudaStream_t stream) {
-  if constexpr (kProduct != Product::kGateUp) {
-    if (call.ping_pong) return launch<kProduct, Sharing::kPingPong>(call, stream);
-  }
-  return launch<kProduct, Sharing::kCooperative>(call, stream);
 }
 
 }  // namespace

@@ -21,7 +21,6 @@ enum class Product : int32_t {
 // kWeightGrad rows beyond the group's own must be zero up to the next multiple of 64.
 struct GroupedGemm {
   Product product;
-  bool ping_pong;
   int64_t groups, rows, hidden, intermediate;
   const void *a0, *a1, *b0, *b1;
   void* out;

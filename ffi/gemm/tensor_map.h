@@ -20,6 +20,9 @@ namespace megamoe {
 std::string encode_k_major(CUtensorMap* map, const void* matrix, int64_t batch, int64_t rows,
                            int64_t columns, int tile_rows);
 
+// Also, with kBlockRows rows, results: blocks of [16 rows][64 columns].
+constexpr int kBlockRows = 16;
+
 // Operand whose contraction index is the row: boxes of [tile_columns / 64][64 rows][64 columns].
 // Columns must be a multiple of 64. Coordinates: 0, row, column / 64, batch.
 std::string encode_mn_major(CUtensorMap* map, const void* matrix, int64_t batch, int64_t rows,

@@ -10,6 +10,10 @@ namespace megamoe {
 // unbounded block would re-read all rows of a very large group for every column tile.
 constexpr int kBlockTiles = 16;
 
+__host__ __device__ constexpr int column_tiles(int columns) {
+  return (columns + kTileN - 1) / kTileN;
+}
+
 struct TilePlace {
   int group;
   int m;  // row tile, counted through all groups
@@ -40,17 +44,19 @@ __device__ __forceinline__ TilePlace place_tile(const int* tile_start, int group
   return {low, first + block * kBlockTiles + in_block % block_tiles, in_block / block_tiles};
 }
 
-// Ring of tiles on their way from the producer thread to the consumers.
+// Ring of tiles on their way from the thread that places them to the loader thread and the consumer
+// warps. Placing is a thread's work of its own: a loader that finds its next tile itself keeps the
+// stages waiting, which cost the down projection 12% of its rate on H200.
 template <class Work, int kSlots>
 struct TileRing {
   Work work[kSlots];
   Barrier full[kSlots];
   Barrier empty[kSlots];
 
-  __device__ void init(int readers) {
+  __device__ void init() {
     for (int s = 0; s < kSlots; ++s) {
       full[s].init(1);
-      empty[s].init(readers);
+      empty[s].init(kConsumerWarpgroups * 4 + 1);
     }
   }
   // One thread.
@@ -60,8 +66,7 @@ struct TileRing {
     full[at.index()].arrive();
     at.advance();
   }
-  // A warp: the work at its place in the ring, which stays readable until the warp moves on. One
-  // lane of each warp counts as a reader.
+  // A reader: the work at its place in the ring, which stays readable until the reader moves on.
   __device__ __forceinline__ const Work& peek(const RingState<kSlots>& at) {
     full[at.index()].wait(at.phase());
     return work[at.index()];
@@ -71,9 +76,15 @@ struct TileRing {
     asm volatile("" : "+r"(at.count));
     return work[at.index()];
   }
+  // A consumer warp.
   __device__ __forceinline__ void next(RingState<kSlots>& at) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) empty[at.index()].arrive();
+    at.advance();
+  }
+  // The loader.
+  __device__ __forceinline__ void next_of_thread(RingState<kSlots>& at) {
+    empty[at.index()].arrive();
     at.advance();
   }
 };

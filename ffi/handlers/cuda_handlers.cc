@@ -219,11 +219,10 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x,
 ffi::Error product(cudaStream_t stream, ffi::Buffer<ffi::BF16> a0, ffi::Buffer<ffi::BF16> a1,
                    ffi::Buffer<ffi::BF16> b0, ffi::Buffer<ffi::BF16> b1,
                    ffi::Buffer<ffi::S32> tile_start, ffi::Result<ffi::Buffer<ffi::BF16>> out,
-                   ffi::Result<ffi::Buffer<ffi::S32>> counter, int64_t which, bool ping_pong,
-                   int64_t hidden, int64_t intermediate) {
+                   ffi::Result<ffi::Buffer<ffi::S32>> counter, int64_t which, int64_t hidden,
+                   int64_t intermediate) {
   GroupedGemm call{};
   call.product = static_cast<Product>(which);
-  call.ping_pong = ping_pong;
   call.groups = static_cast<int64_t>(tile_start.element_count()) - 1;
   call.rows = a0.dimensions()[0];
   call.hidden = hidden;
@@ -305,7 +304,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaProduct, megamoe::product,
                                   .Ret<xla::ffi::Buffer<xla::ffi::BF16>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Attr<int64_t>("product")
-                                  .Attr<bool>("ping_pong")
                                   .Attr<int64_t>("hidden")
                                   .Attr<int64_t>("intermediate"));
 

@@ -183,7 +183,7 @@ class GroupCall {
   // Pulls every source row that the round needs once, into all its pool rows.
   void Dispatch(int32_t rank, int32_t round, bool backward) const {
     const PlanBuffers plan = blocks_.plan(rank);
-    BuildPullList(plan_shape_, plan, round);
+    BuildPullList(plan_shape_, rank, plan, round);
     const int64_t entries = plan.pull_start[plan_shape_.local_experts];
     const int64_t tasks = (entries + kTokensPerTask - 1) / kTokensPerTask;
     ParallelFor(tasks, kTokensPerTask * hidden_, [&](int64_t task) {

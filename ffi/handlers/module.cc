@@ -111,6 +111,7 @@ WorkspaceShape MakeCudaShape(int32_t ranks, int32_t tokens, int32_t top_k, int32
                                    capacity_rows, staged ? kBf16Bytes : 0);
   shape.pool_bytes = shape.return_bytes = kBf16Bytes;
   shape.carried_copies = 2;
+  shape.plan.head_rows = kHeadRows;
   CheckShape(shape.plan);
   return shape;
 }
@@ -189,13 +190,15 @@ nb::list List(const int32_t* values, int64_t n) {
 }
 
 // The whole plan of `rank` for ids [R, T, K], with the pull list of every round, as lists.
-nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows) {
+nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows,
+              int32_t head_rows) {
   PlanShape shape;
   shape.ranks = static_cast<int32_t>(ids.shape(0));
   shape.tokens = static_cast<int32_t>(ids.shape(1));
   shape.top_k = static_cast<int32_t>(ids.shape(2));
   shape.local_experts = local_experts;
   shape.capacity_rows = capacity_rows;
+  shape.head_rows = head_rows;
   CheckShape(shape);
   const PlanLayout layout = PlanLayout::For(shape);
   // Poisoned, so that a plan that reads what it has not written shows.
@@ -217,7 +220,7 @@ nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity
   result["rows"] = rows;
   nb::list pulls;
   for (int32_t round = 0; round < NumRounds(shape, plan); ++round) {
-    BuildPullList(shape, plan, round);
+    BuildPullList(shape, rank, plan, round);
     pulls.append(List(plan.pull, plan.pull_start[local_experts]));
   }
   result["pulls"] = pulls;
@@ -260,6 +263,7 @@ NB_MODULE(_ffi, m) {
   });
   m.attr("timeline_marks") = kTimelineMarks;
   m.def("forward_timeline", forward_timeline);
+  m.def("forward_pulled_bytes", forward_pulled_bytes);
   m.def("backward_timeline", backward_timeline);
 #endif
   m.def("workspace_bytes", WorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
@@ -267,7 +271,8 @@ NB_MODULE(_ffi, m) {
         "pool_bytes"_a, "return_bytes"_a);
   m.def("cuda_workspace_bytes", CudaWorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged"_a = false);
-  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
+  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a,
+        "head_rows"_a = 0);
 }
 
 }  // namespace megamoe

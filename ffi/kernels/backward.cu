@@ -19,22 +19,31 @@ std::string encode_maps(const BackwardCall& call, const Launch& launch, Backward
   char* gate = launch.at<char>(at.gate_pool);
   char* up = launch.at<char>(at.up_pool);
   char* act = launch.at<char>(at.act_pool);
-  constexpr int kN = Backward::kN;
   for (const std::string& error :
        {encode_k_major(&maps.x_rows, x, 1, capacity, h, kTileM),
         encode_k_major(&maps.dy_rows, dy, 1, capacity, h, kTileM),
-        encode_mn_major(&maps.gate_columns, call.w_gate, experts, h, i, Backward::kRecomputeN),
-        encode_mn_major(&maps.up_columns, call.w_up, experts, h, i, Backward::kRecomputeN),
-        encode_k_major(&maps.down_rows, call.w_down, experts, i, h, Backward::kHiddenN),
+        encode_mn_major(&maps.gate_columns, call.w_gate, experts, h, i, kTileN),
+        encode_mn_major(&maps.up_columns, call.w_up, experts, h, i, kTileN),
+        encode_k_major(&maps.down_rows, call.w_down, experts, i, h, kTileN),
+        encode_k_major(&maps.gate_blocks, gate, 1, capacity, i, kBlockRows),
+        encode_k_major(&maps.up_blocks, up, 1, capacity, i, kBlockRows),
         encode_k_major(&maps.gate_pool_rows, gate, 1, capacity, i, kTileM),
         encode_k_major(&maps.up_pool_rows, up, 1, capacity, i, kTileM),
-        encode_k_major(&maps.gate_rows, call.w_gate, experts, h, i, kN),
-        encode_k_major(&maps.up_rows, call.w_up, experts, h, i, kN),
+        encode_k_major(&maps.gate_rows, call.w_gate, experts, h, i, kTileN),
+        encode_k_major(&maps.up_rows, call.w_up, experts, h, i, kTileN),
         encode_mn_major(&maps.x_columns, x, 1, capacity, h, kTileM),
-        encode_mn_major(&maps.dy_columns, dy, 1, capacity, h, kN),
+        encode_mn_major(&maps.dy_columns, dy, 1, capacity, h, kTileN),
         encode_mn_major(&maps.act_columns, act, 1, capacity, i, kTileM),
-        encode_mn_major(&maps.dgate_columns, gate, 1, capacity, i, kN),
-        encode_mn_major(&maps.dup_columns, up, 1, capacity, i, kN)}) {
+        encode_mn_major(&maps.dgate_columns, gate, 1, capacity, i, kTileN),
+        encode_mn_major(&maps.dup_columns, up, 1, capacity, i, kTileN)}) {
+    if (!error.empty()) return error;
+  }
+  if (call.dw_is_f32) return "";
+  const int64_t rows[3] = {h, h, i}, columns[3] = {i, i, h};
+  void* const dw[3] = {call.dw_gate, call.dw_up, call.dw_down};
+  for (int matrix = 0; matrix < 3; ++matrix) {
+    const std::string error = encode_k_major(&maps.dw_blocks[matrix], dw[matrix], 1,
+                                             experts * rows[matrix], columns[matrix], kBlockRows);
     if (!error.empty()) return error;
   }
   return "";
@@ -55,6 +64,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.plan = launch.buffers;
   args.directory = call.directory;
   args.board = launch.board;
+  args.head_claim = &launch.board->head_claim;
   args.source[0] = {launch.board->x, launch.at<char>(layout.common.x_pool),
                     launch.progress(kArrivedX)};
   args.source[1] = {launch.board->dy, launch.at<char>(layout.common.dy_pool),
@@ -77,7 +87,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.dw[0] = call.dw_gate;
   args.dw[1] = call.dw_up;
   args.dw[2] = call.dw_down;
-  const int parts = (call.shape.intermediate + Backward::kHiddenN - 1) / Backward::kHiddenN;
+  const int parts = column_tiles(call.shape.intermediate);
 
   launch.meet(call.dy);
   for (int round = 0; round < launch.rounds(); ++round) {

@@ -1,11 +1,12 @@
 // The expert path of one round as one persistent kernel.
 //
-// 384 threads a CTA, one CTA an SM. The first warpgroup feeds: a loader thread (claims tiles, loads
-// operands by TMA) and a puller warp (fetches token rows from their owners). The other two
-// warpgroups multiply and store.
+// 384 threads a CTA, one CTA an SM. The first warpgroup feeds: a placing thread (claims tiles,
+// waits for their operands), a loader thread (loads them by TMA) and a puller warp (fetches token
+// rows from their owners). The other two warpgroups multiply and store.
 //
 //   pull      x row of a source token -> every pool row that needs it     (puller, bulk copies)
-//   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool
+//   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool: a gate tile, then
+//             the up tile of the same place, whose epilogue needs the gates
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
 //
 // All gate/up tiles are claimed before all down tiles, each by one atomic counter, so a tile only
@@ -28,10 +29,9 @@ namespace megamoe {
 
 constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
-constexpr int kGateUpColumns = 128;
 
 struct ExpertsMaps {
-  CUtensorMap x_pool, gate, up, act_pool, down;
+  CUtensorMap x_pool, gate, up, act_pool, down, act_blocks;
 };
 
 struct ExpertsArgs {
@@ -39,17 +39,17 @@ struct ExpertsArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
+  int32_t* head_claim;  // the board's; derived here, it would keep a register in the main loops
   PullSource source[1];
   const float* row_weight;
   const uint64_t* row_target;
-  __nv_bfloat16* act_pool;
   int32_t* activated;
   int32_t hidden, intermediate;
   int32_t round;
   float swiglu_limit;
 };
 
-enum class Kind : int32_t { kGateUp, kDown, kEnd };
+enum class Kind : int32_t { kGate, kUp, kDown, kEnd };
 
 struct Work {
   Kind kind;
@@ -70,17 +70,12 @@ struct ExpertsShared {
 static_assert(sizeof(ExpertsShared) <= 232448);
 
 struct Experts {
-  static constexpr Sharing kDownSharing = Sharing::kPingPong;
-  static constexpr int kDownN = Tile<kDownSharing>::kN;
-
   const ExpertsMaps& maps;
   const ExpertsArgs& args;
   ExpertsShared& shared;
 
   __device__ int first_row() const { return args.round * args.shape.capacity_rows; }
-  __device__ int gate_up_columns() const {
-    return (args.intermediate + kGateUpColumns - 1) / kGateUpColumns;
-  }
+  __device__ int gate_up_columns() const { return column_tiles(args.intermediate); }
 
   __device__ void read_window() {
     const int experts = args.shape.local_experts;
@@ -93,32 +88,50 @@ struct Experts {
     }
   }
 
-  // ---- loader thread --------------------------------------------------------------------------
+  // ---- placing thread -------------------------------------------------------------------------
 
   __device__ Work place_work(int index) const {
     const int experts = args.shape.local_experts;
     const int tiles = shared.tile_start[experts];
     const int gate_up = tiles * gate_up_columns();
-    const int down_columns = (args.hidden + kDownN - 1) / kDownN;
+    const int down_columns = column_tiles(args.hidden);
     const bool down = index >= gate_up;
     if (down) index -= gate_up;
     if (down && index >= tiles * down_columns) return {Kind::kEnd, {}, 0};
     const TilePlace place =
         place_tile(shared.tile_start, experts, down ? down_columns : gate_up_columns(), index);
-    return {down ? Kind::kDown : Kind::kGateUp, place,
+    return {down ? Kind::kDown : Kind::kGate, place,
             min(kTileM, shared.row_end[place.group] - place.m * kTileM)};
   }
 
-  // Rows or parts that a tile waits for, and how many it needs.
-  __device__ const int32_t* awaited(const Work& work, const Pieces& pieces, int& wanted) const {
+  __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
     const int m = work.place.m;
     if (work.kind == Kind::kDown) {
-      wanted = gate_up_columns() * kConsumerWarps;
-      return &args.activated[m];
+      wait_for_count(&args.activated[m], gate_up_columns() * kTileWarps, args.directory,
+                     *args.board, Phase::kDown, m);
+    } else {
+      wait_for_count(&args.source[0].arrived[m], work.rows * pieces.count, args.directory,
+                     *args.board, Phase::kGateUp, m);
     }
-    wanted = work.rows * pieces.count;
-    return &args.source[0].arrived[m];
+    fence_bulk_copies();
   }
+
+  // Claims tiles and hands them on once their operands are there.
+  __device__ void place() {
+    const Pieces pieces(args.hidden);
+    RingState<kTileSlots> tile_ring;
+    for (;;) {
+      Work work = place_work(atomicAdd(&args.board->tile_claim, 1));
+      if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
+      shared.tiles.push(tile_ring, work);
+      if (work.kind == Kind::kEnd) return;
+      if (work.kind != Kind::kGate) continue;
+      work.kind = Kind::kUp;
+      shared.tiles.push(tile_ring, work);
+    }
+  }
+
+  // ---- loader thread --------------------------------------------------------------------------
 
   __device__ void load_stage(const Work& work, int kb, int stage) {
     uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
@@ -128,52 +141,22 @@ struct Experts {
     const int k = kb * kBlockK, row = tile.m * kTileM;
     using Load3 = cute::SM90_TMA_LOAD_3D;
     using Load4 = cute::SM90_TMA_LOAD_4D;
-    if (work.kind == Kind::kDown) {
-      shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kDownN * kBlockK * 2);
-      Load3::copy(&maps.act_pool, bar, 0, a, k, row, 0);
-      Load4::copy(&maps.down, bar, 0, b, 0, k, tile.n * (kDownN / 64), tile.group);
-    } else {
-      const int block = tile.n * (kGateUpColumns / 64);
-      shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
-      Load3::copy(&maps.x_pool, bar, 0, a, k, row, 0);
-      Load4::copy(&maps.gate, bar, 0, b, 0, k, block, tile.group);
-      Load4::copy(&maps.up, bar, 0, b + kStageBytesB / 2, 0, k, block, tile.group);
-    }
+    shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
+    Load3::copy(work.kind == Kind::kDown ? &maps.act_pool : &maps.x_pool, bar, 0, a, k, row, 0);
+    Load4::copy(work.kind == Kind::kGate ? &maps.gate
+                : work.kind == Kind::kUp ? &maps.up
+                                         : &maps.down,
+                bar, 0, b, 0, k, tile.n * (kTileN / 64), tile.group);
   }
 
-  // Claims and places the next tile while the current one is being loaded, when the ring is full
-  // and there is time: at a tile's end the consumers would wait for it.
   __device__ void load() {
-    const Pieces pieces(args.hidden);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    Work next = place_work(atomicAdd(&args.board->tile_claim, 1));
-    bool next_ready = false;
-    for (;;) {
-      const Work work = next;
-      shared.tiles.push(tile_ring, work);
+    for (;; shared.tiles.next_of_thread(tile_ring)) {
+      const Work work = shared.tiles.peek(tile_ring);
       if (work.kind == Kind::kEnd) return;
-      int wanted;
-      const int32_t* counter = awaited(work, pieces, wanted);
-      const int index = atomicAdd(&args.board->tile_claim, 1);
-      if (!next_ready) {
-        const bool down = work.kind == Kind::kDown;
-        wait_for_count(counter, wanted, args.directory, *args.board,
-                       down ? Phase::kDown : Phase::kGateUp, work.place.m);
-        fence_bulk_copies();
-      }
       const int k_blocks = (work.kind == Kind::kDown ? args.intermediate : args.hidden) / kBlockK;
-      const int look_ahead = min(kStages, k_blocks - 1);
       for (int kb = 0; kb < k_blocks; ++kb) {
-        if (kb == look_ahead) {
-          next = place_work(index);
-          next_ready = false;
-          if (next.kind != Kind::kEnd) {
-            counter = awaited(next, pieces, wanted);
-            next_ready = load_acquire_device(counter) >= wanted;
-            fence_bulk_copies();
-          }
-        }
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
         load_stage(work, kb, ring.index());
         ring.advance();
@@ -183,104 +166,121 @@ struct Experts {
 
   // ---- consumer warpgroups --------------------------------------------------------------------
 
-  // values[0..16) *= sigmoid(values) * up * weight, clamped first where a limit is set.
-  __device__ __forceinline__ void swiglu(float* gate, float* up, const float (&weight)[2]) const {
-    if (args.swiglu_limit < INFINITY) {
+  // gate = gate * sigmoid(gate) * up * weight, clamped first by the limit, which may be infinite;
+  // weight[h] is of the rows of values 2 h, 2 h + 1 in each four.
+  __device__ __forceinline__ void swiglu(float (&gate)[8], const float* up,
+                                         const float (&weight)[2]) const {
+    const float limit = args.swiglu_limit;
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < 8; i += 2) {
+      float s[2], u[2] = {up[i], up[i + 1]};
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
         // Comparisons that a NaN fails, so that it passes through.
-        gate[i] = gate[i] > args.swiglu_limit ? args.swiglu_limit : gate[i];
-        up[i] = up[i] > args.swiglu_limit ? args.swiglu_limit : up[i];
-        up[i] = up[i] < -args.swiglu_limit ? -args.swiglu_limit : up[i];
+        gate[i + j] = gate[i + j] > limit ? limit : gate[i + j];
+        u[j] = u[j] > limit ? limit : u[j];
+        u[j] = u[j] < -limit ? -limit : u[j];
       }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      float s[2];
       sigmoid2(gate[i], gate[i + 1], s[0], s[1]);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) gate[i + j] *= s[j] * (up[i + j] * weight[i / 2 % 2]);
+      for (int j = 0; j < 2; ++j) gate[i + j] *= s[j] * (u[j] * weight[i / 2 % 2]);
     }
   }
 
-  __device__ __forceinline__ void gate_up_tile(const Work& work, int warpgroup,
-                                               RingState<kStages>& ring, Announcer& announcer,
-                                               float* acc) {
-    if (work.rows <= warpgroup * 64) {
-      announcer.announce();
-      skip(shared.stages, ring, args.hidden / kBlockK);
-    } else {
-      const int first = work.place.m * kTileM + warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-      const float* weights = args.row_weight + first_row() + first + threadIdx.x % 32 / 4;
-      const float weight[2] = {weights[0], weights[8]};
-      multiply<Sharing::kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup,
-                                                           args.hidden / kBlockK, acc,
-                                                           [&] { announcer.announce(); });
-      // Columns 0-127 of the tile are gate, 128-255 up: a thread holds matching pairs.
-      uint8_t* buffer = shared.buffers.here();
+  // Warpgroup 0.
+  __device__ __forceinline__ void gate_tile(RingState<kTileSlots>& tile_ring,
+                                            RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    multiply_rows<Major::K, Major::MN>(shared.stages, ring, 0, shared.tiles.here(tile_ring).rows,
+                                       args.hidden / kBlockK, acc);
+    GateExchange::give(shared.buffers, acc);
+  }
+
+  // Warpgroup 1.
+  __device__ __forceinline__ void up_tile(RingState<kTileSlots>& tile_ring,
+                                          RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    multiply_rows<Major::K, Major::MN>(shared.stages, ring, 1, shared.tiles.here(tile_ring).rows,
+                                       args.hidden / kBlockK, acc);
+    const Work& work = shared.tiles.here(tile_ring);
+    GateExchange::wait_until_full();
 #pragma unroll
-      for (int c = 0; c < kGateUpColumns / 64; ++c) {
-        const int column = work.place.n * kGateUpColumns + 64 * c;
-        float* d = acc + 32 * c;
-        swiglu(d, d + 64, weight);
-        swiglu(d + 16, d + 80, weight);
-        fill_64_columns(d, buffer);
-        store_rows(buffer, RowAddress(args.act_pool, first, args.intermediate, column, 2), 0,
-                   column < args.intermediate);
+    for (int b = 0; b < GateExchange::kBlocks; ++b) {
+      const int m = b / (kTileN / 64), column = work.place.n * kTileN + b % (kTileN / 64) * 64;
+      const int first = work.place.m * kTileM + m * 64 + thread_here() % kWarpgroup / 32 * 16;
+      const float* weights = args.row_weight + first_row() + first + lane_here() / 4;
+      const float weight[2] = {weights[0], weights[8]};
+      uint8_t* block = GateExchange::block(shared.buffers, b);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float gate[8];
+        load_16_columns(block, j, gate);
+        swiglu(gate, acc + 32 * b + 8 * j, weight);
+        store_16_columns(gate, fragment(block, j));
       }
+      store_block(maps.act_blocks, block, column, first,
+                  m * 64 < work.rows && column < args.intermediate);
     }
-    announcer.set(&args.activated[work.place.m]);
+    wait_for_buffer<1>();
+    GateExchange::release();
+    announce(&args.activated[work.place.m]);
   }
 
   __device__ __forceinline__ void down_tile(RingState<kTileSlots>& tile_ring,
-                                            RingState<kStages>& ring, float* acc) {
-    const int k_blocks = args.intermediate / kBlockK;
-    if (shared.tiles.here(tile_ring).rows > 64) {
-      multiply<kDownSharing, Major::K, Major::MN>(shared.stages, ring, warpgroup_here(), k_blocks,
-                                                  acc);
-    } else {
-      multiply<kDownSharing, Major::K, Major::MN, 1>(shared.stages, ring, warpgroup_here(),
-                                                     k_blocks, acc);
-    }
+                                            RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    multiply_rows<Major::K, Major::MN>(shared.stages, ring, warpgroup_here(),
+                                       shared.tiles.here(tile_ring).rows,
+                                       args.intermediate / kBlockK, acc);
     const Work& work = shared.tiles.here(tile_ring);
     const int warp = threadIdx.x % kWarpgroup / 32;
     uint8_t* buffer = shared.buffers.here();
 #pragma unroll
-    for (int m = 0; m < Tile<kDownSharing>::kRowBlocks; ++m) {
+    for (int m = 0; m < kRowBlocks; ++m) {
       const int row = m * 64 + warp * 16 + lane_here() % 16;
       const uint64_t target =
           row < work.rows ? args.row_target[first_row() + work.place.m * kTileM + row] : 0;
       if (m * 64 < work.rows) {
-        push_rows<kDownN>(acc + m * (kDownN / 2), buffer, target, work.place.n * kDownN,
-                          args.hidden);
+        push_rows(acc + m * (kTileN / 2), buffer, target, work.place.n * kTileN, args.hidden);
       }
     }
   }
 
-  // All gate/up tiles come before all down tiles. Two loops, so that the accumulators and addresses
-  // of one take no registers in the other; each loop's accumulators start defined for the same
-  // reason.
+  // Of the tiles before the first down tile, this warpgroup's: run(), and the others passed over.
+  template <class Run>
+  __device__ __forceinline__ void gate_up_tiles(Kind kind, RingState<kTileSlots>& tile_ring,
+                                                RingState<kStages>& ring, const Run& run) {
+    for (;; shared.tiles.next(tile_ring)) {
+      const Kind next = shared.tiles.peek(tile_ring).kind;
+      if (next == kind) {
+        run();
+      } else if (next == Kind::kGate || next == Kind::kUp) {
+        ring.advance(args.hidden / kBlockK);
+      } else {
+        return;
+      }
+    }
+  }
+
+  // All gate/up tiles come before all down tiles.
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
+    copy_head<1>(args, first_row());
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    {
-      Announcer announcer;
-      float acc[kAccumulators<Sharing::kCooperative>] = {};
-      for (;; shared.tiles.next(tile_ring)) {
-        const Work& work = shared.tiles.peek(tile_ring);
-        if (work.kind != Kind::kGateUp) break;
-        gate_up_tile(work, warpgroup, ring, announcer, acc);
-      }
-      announcer.announce();
+    Turns::start(warpgroup);
+    if (warpgroup == 0) {
+      gate_up_tiles(Kind::kGate, tile_ring, ring, [&] { gate_tile(tile_ring, ring); });
+      GateExchange::wait_until_free();
+    } else {
+      GateExchange::release();
+      gate_up_tiles(Kind::kUp, tile_ring, ring, [&] { up_tile(tile_ring, ring); });
     }
     mark(1);
-    float acc[kAccumulators<kDownSharing>] = {};
-    Turns::start(warpgroup, tile_ring.count % 2);
     for (;; shared.tiles.next(tile_ring)) {
       if (shared.tiles.peek(tile_ring).kind == Kind::kEnd) break;
       if (tile_ring.count % 2 == warpgroup_here()) {
-        down_tile(tile_ring, ring, acc);
+        down_tile(tile_ring, ring);
       } else {
         ring.advance(args.intermediate / kBlockK);
       }
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     shared.stages.init();
     shared.pull.init();
-    shared.tiles.init(kConsumerWarps);
+    shared.tiles.init();
     cutlass::arch::fence_barrier_init();
   }
   experts.read_window();
@@ -309,11 +309,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<56>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) experts.load();
-    } else if (warp == 1) {
-      Puller<1, ExpertsArgs>{args, shared.pull, experts.first_row()}.run();
-    }
+    if (threadIdx.x == 0) experts.load();
+    if (threadIdx.x == 64) experts.place();
+    if (warp == 1) Puller<1, ExpertsArgs>{args, shared.pull, experts.first_row()}.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
     experts.consume(warp / 4 - 1);

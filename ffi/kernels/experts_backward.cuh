@@ -34,11 +34,12 @@ namespace megamoe {
 
 // Named by operand and by the way it is read: rows (K-major) or columns (MN-major).
 struct BackwardMaps {
-  CUtensorMap x_rows, gate_columns, up_columns;                                // recompute
+  CUtensorMap x_rows, gate_columns, up_columns, gate_blocks, up_blocks;        // recompute
   CUtensorMap dy_rows, down_rows;                                              // hidden grad
-  CUtensorMap gate_pool_rows, up_pool_rows;                                    // and input grad
+  CUtensorMap gate_pool_rows, up_pool_rows;                                    // input grad
   CUtensorMap gate_rows, up_rows;                                              // input grad
   CUtensorMap x_columns, act_columns, dgate_columns, dup_columns, dy_columns;  // weight grad
+  CUtensorMap dw_blocks[3];  // unless the weight gradients are f32
 };
 
 struct BackwardArgs {
@@ -46,7 +47,8 @@ struct BackwardArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
-  PullSource source[2];      // x, dy
+  int32_t* head_claim;   // the board's; derived here, it would keep a register in the main loops
+  PullSource source[2];  // x, dy
   __nv_bfloat16* gate_pool;  // [capacity rows, I] each
   __nv_bfloat16* up_pool;
   __nv_bfloat16* act_pool;
@@ -83,17 +85,7 @@ __device__ inline int carried_slot(const BackwardArgs& args, int e) {
   return before % 2;
 }
 
-template <int kColumns>
-__device__ __forceinline__ int column_tiles(int columns) {
-  return (columns + kColumns - 1) / kColumns;
-}
-
 struct Backward {
-  static constexpr Sharing kPingPong = Sharing::kPingPong;
-  static constexpr Sharing kCooperative = Sharing::kCooperative;
-  static constexpr int kRecomputeN = Tile<kCooperative>::kN / 2;  // of gate and of up
-  static constexpr int kHiddenN = Tile<kCooperative>::kN;
-  static constexpr int kN = Tile<kPingPong>::kN;
   static constexpr int kStages = 4;
   static constexpr int kTileSlots = 4;
 
@@ -128,9 +120,9 @@ struct Backward {
   Shared& shared;
 
   __device__ int first_row() const { return args.round * args.shape.capacity_rows; }
-  __device__ int recompute_columns() const { return column_tiles<kRecomputeN>(args.intermediate); }
-  __device__ int hidden_columns() const { return column_tiles<kHiddenN>(args.intermediate); }
-  __device__ int input_columns() const { return column_tiles<kN>(args.hidden); }
+  // Column tiles of matrices with H and with I columns.
+  __device__ int hidden_columns() const { return column_tiles(args.hidden); }
+  __device__ int intermediate_columns() const { return column_tiles(args.intermediate); }
 
   __device__ void read_window() {
     const int experts = args.shape.local_experts;
@@ -145,7 +137,7 @@ struct Backward {
     }
   }
 
-  // ---- loader thread --------------------------------------------------------------------------
+  // ---- placing thread -------------------------------------------------------------------------
 
   __device__ Work row_work(Kind kind, int columns, int index, int k_blocks) const {
     const TilePlace place = place_tile(shared.tile_start, args.shape.local_experts, columns, index);
@@ -156,10 +148,10 @@ struct Backward {
   }
 
   __device__ Work weight_work(int index) const {
-    const int gate_m = column_tiles<kTileM>(args.hidden);
-    const int gate_tiles = gate_m * column_tiles<kN>(args.intermediate);
-    const int down_m = column_tiles<kTileM>(args.intermediate);
-    const int per_expert = 2 * gate_tiles + down_m * input_columns();
+    const int gate_m = (args.hidden + kTileM - 1) / kTileM;
+    const int gate_tiles = gate_m * intermediate_columns();
+    const int down_m = (args.intermediate + kTileM - 1) / kTileM;
+    const int per_expert = 2 * gate_tiles + down_m * hidden_columns();
     const int e = index / per_expert;
     Work work{Kind::kEnd, e, 0, 0, 0, 0, 0, 0, -1, false};
     if (e >= args.shape.local_experts) return work;
@@ -186,27 +178,26 @@ struct Backward {
     const int tiles = shared.tile_start[args.shape.local_experts];
     const int hidden_blocks = args.hidden / kBlockK;
     const int intermediate_blocks = args.intermediate / kBlockK;
-    int count = tiles * recompute_columns();
-    if (index < count) {
-      return row_work(Kind::kRecompute, recompute_columns(), index, hidden_blocks);
+    // Gate and up tiles of a row tile.
+    int columns = 2 * intermediate_columns();
+    if (index < tiles * columns) return row_work(Kind::kRecompute, columns, index, hidden_blocks);
+    index -= tiles * columns;
+    columns = intermediate_columns();
+    if (index < tiles * columns) return row_work(Kind::kHiddenGrad, columns, index, hidden_blocks);
+    index -= tiles * columns;
+    columns = hidden_columns();
+    if (index < tiles * columns) {
+      return row_work(Kind::kInputGrad, columns, index, 2 * intermediate_blocks);
     }
-    index -= count;
-    count = tiles * hidden_columns();
-    if (index < count) return row_work(Kind::kHiddenGrad, hidden_columns(), index, hidden_blocks);
-    index -= count;
-    count = tiles * input_columns();
-    if (index < count) {
-      return row_work(Kind::kInputGrad, input_columns(), index, 2 * intermediate_blocks);
-    }
-    return weight_work(index - count);
+    return weight_work(index - tiles * columns);
   }
 
-  __device__ int claim() const { return atomicAdd(&args.board->tile_claim, 1); }
-
-  // The work of a claim, or of the next that has some.
-  __device__ Work claimed_work(int index) const {
-    Work work = place_work(index);
-    while (work.kind == Kind::kNothing) work = place_work(claim());
+  // The next claim that has work.
+  __device__ Work claimed_work() const {
+    Work work;
+    do {
+      work = place_work(atomicAdd(&args.board->tile_claim, 1));
+    } while (work.kind == Kind::kNothing);
     return work;
   }
 
@@ -219,43 +210,43 @@ struct Backward {
   // experts, once, which are done long before: looking at each would take longer than loading.
   __device__ void wait_for_operands(const Work& work, const Pieces& pieces,
                                     bool& hidden_grads_done) const {
-    constexpr int kParts = kConsumerWarps;
     switch (work.kind) {
       case Kind::kRecompute:
         wait_for(args.source[0].arrived, work.m, work.rows * pieces.count, Phase::kGateUp);
         break;
       case Kind::kHiddenGrad:
         wait_for(args.source[1].arrived, work.m, work.rows * pieces.count, Phase::kHiddenGrad);
-        wait_for(args.gate_up_done, work.m, recompute_columns() * kParts, Phase::kHiddenGrad);
+        wait_for(args.gate_up_done, work.m, 2 * intermediate_columns() * kTileWarps,
+                 Phase::kHiddenGrad);
         break;
       case Kind::kInputGrad:
-        wait_for(args.hidden_grad_done, work.m, hidden_columns() * kParts, Phase::kInputGrad);
+        wait_for(args.hidden_grad_done, work.m, intermediate_columns() * kTileWarps,
+                 Phase::kInputGrad);
         break;
       default:
         if (hidden_grads_done) return;
         wait_for(&args.board->hidden_grad_parts, 0,
-                 shared.tile_start[args.shape.local_experts] * hidden_columns() * kParts,
+                 shared.tile_start[args.shape.local_experts] * intermediate_columns() * kTileWarps,
                  Phase::kWeightGrad);
         hidden_grads_done = true;
     }
     fence_bulk_copies();
   }
 
-  // Stages behind a hidden-grad tile's k blocks, with 64 columns each of gate and up for its
-  // epilogue.
-  __device__ int epilogue_stages(const Work& work) const {
-    if (work.kind != Kind::kHiddenGrad) return 0;
-    return min(kHiddenN, args.intermediate - work.n * kHiddenN) / kBlockK;
+  // As in the forward pass.
+  __device__ void place() {
+    const Pieces pieces(args.hidden);
+    RingState<kTileSlots> tile_ring;
+    bool hidden_grads_done = false;
+    for (;;) {
+      const Work work = claimed_work();
+      if (work.kind != Kind::kEnd) wait_for_operands(work, pieces, hidden_grads_done);
+      shared.tiles.push(tile_ring, work);
+      if (work.kind == Kind::kEnd) return;
+    }
   }
 
-  __device__ void load_epilogue_stage(const Work& work, int chunk, int stage) {
-    uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
-    using Load3 = cute::SM90_TMA_LOAD_3D;
-    const int column = work.n * kHiddenN + chunk * kBlockK;
-    shared.stages.full[stage].arrive_and_expect_tx(2 * kStageBytesA);
-    Load3::copy(&maps.gate_pool_rows, bar, 0, shared.stages.a[stage], column, work.row, 0);
-    Load3::copy(&maps.up_pool_rows, bar, 0, shared.stages.b[stage], column, work.row, 0);
-  }
+  // ---- loader thread --------------------------------------------------------------------------
 
   __device__ void load_stage(const Work& work, int kb, int stage) {
     uint64_t* bar = reinterpret_cast<uint64_t*>(&shared.stages.full[stage]);
@@ -264,71 +255,51 @@ struct Backward {
     using Load3 = cute::SM90_TMA_LOAD_3D;
     using Load4 = cute::SM90_TMA_LOAD_4D;
     const int k = kb * kBlockK;
-    TransactionBarrier& full = shared.stages.full[stage];
+    shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
     switch (work.kind) {
       case Kind::kRecompute: {
-        const int block = work.n * (kRecomputeN / 64);
-        full.arrive_and_expect_tx(kStageBytesA + kStageBytesB);
+        const bool up = work.n >= intermediate_columns();
+        const int n = up ? work.n - intermediate_columns() : work.n;
         Load3::copy(&maps.x_rows, bar, 0, a, k, work.row, 0);
-        Load4::copy(&maps.gate_columns, bar, 0, b, 0, k, block, work.group);
-        Load4::copy(&maps.up_columns, bar, 0, b + kStageBytesB / 2, 0, k, block, work.group);
+        Load4::copy(up ? &maps.up_columns : &maps.gate_columns, bar, 0, b, 0, k, n * (kTileN / 64),
+                    work.group);
         break;
       }
       case Kind::kHiddenGrad:
-        full.arrive_and_expect_tx(kStageBytesA + kStageBytesB);
         Load3::copy(&maps.dy_rows, bar, 0, a, k, work.row, 0);
-        Load3::copy(&maps.down_rows, bar, 0, b, k, work.n * kHiddenN, work.group);
+        Load3::copy(&maps.down_rows, bar, 0, b, k, work.n * kTileN, work.group);
         break;
       case Kind::kInputGrad: {
         const bool up = k >= args.intermediate;
         const int column = up ? k - args.intermediate : k;
-        full.arrive_and_expect_tx(kStageBytesA + kN * kBlockK * 2);
         Load3::copy(up ? &maps.up_pool_rows : &maps.gate_pool_rows, bar, 0, a, column, work.row, 0);
-        Load3::copy(up ? &maps.up_rows : &maps.gate_rows, bar, 0, b, column, work.n * kN,
+        Load3::copy(up ? &maps.up_rows : &maps.gate_rows, bar, 0, b, column, work.n * kTileN,
                     work.group);
         break;
       }
       default:
-        full.arrive_and_expect_tx(kStageBytesA + kN * kBlockK * 2);
         Load4::copy(work.matrix == 2 ? &maps.act_columns : &maps.x_columns, bar, 0, a, 0,
                     work.row + k, work.m * (kTileM / 64), 0);
         Load4::copy(work.matrix == 0   ? &maps.dgate_columns
                     : work.matrix == 1 ? &maps.dup_columns
                                        : &maps.dy_columns,
-                    bar, 0, b, 0, work.row + k, work.n * (kN / 64), 0);
+                    bar, 0, b, 0, work.row + k, work.n * (kTileN / 64), 0);
     }
   }
 
-  // The next tile is found while the ring is full, as in the forward pass, and goes into the ring
-  // of tiles at once; this thread reads it there, too.
   __device__ void load() {
-    const Pieces pieces(args.hidden);
     RingState<kStages> ring;
-    RingState<kTileSlots> pushed, loading;
-    bool hidden_grads_done = false;
-    shared.tiles.push(pushed, claimed_work(claim()));
-    for (;; loading.advance()) {
-      const Work& work = shared.tiles.work[loading.index()];
-      if (work.kind == Kind::kEnd) {
-        atomicExch(&shared.ending, 1);
-        return;
-      }
-      const int next = claim();
-      wait_for_operands(work, pieces, hidden_grads_done);
-      const int k_blocks = work.k_blocks, stages = k_blocks + epilogue_stages(work);
-      const int look_ahead = min(kStages, stages - 1);
-      if (stages == 0) shared.tiles.push(pushed, claimed_work(next));
-      for (int i = 0; i < stages; ++i) {
-        if (i == look_ahead) shared.tiles.push(pushed, claimed_work(next));
+    RingState<kTileSlots> tile_ring;
+    for (;; shared.tiles.next_of_thread(tile_ring)) {
+      const Work work = shared.tiles.peek(tile_ring);
+      if (work.kind == Kind::kEnd) break;
+      for (int kb = 0; kb < work.k_blocks; ++kb) {
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
-        if (i < k_blocks) {
-          load_stage(work, i, ring.index());
-        } else {
-          load_epilogue_stage(work, i - k_blocks, ring.index());
-        }
+        load_stage(work, kb, ring.index());
         ring.advance();
       }
     }
+    atomicExch(&shared.ending, 1);
   }
 
   // ---- combining warps ------------------------------------------------------------------------
@@ -395,213 +366,238 @@ struct Backward {
     return value;
   }
 
-  __device__ __forceinline__ void recompute_tile(const Work& work, uint32_t warpgroup,
-                                                 RingState<kStages>& ring, Announcer& announcer,
-                                                 float* acc) {
-    if (work.rows <= static_cast<int>(warpgroup) * 64) {
-      announcer.announce();
-      skip(shared.stages, ring, work.k_blocks);
-    } else {
-      multiply<kCooperative, Major::K, Major::MN>(shared.stages, ring, warpgroup, work.k_blocks,
-                                                  acc, [&] { announcer.announce(); });
-      const int first = work.row + warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-      uint8_t* buffer = shared.buffers.here();
-#pragma unroll
-      for (int c = 0; c < 2 * kRecomputeN / 64; ++c) {
-        const bool up = c >= kRecomputeN / 64;
-        const int column = work.n * kRecomputeN + c % (kRecomputeN / 64) * 64;
-        float* d = acc + 32 * c;
-        if (args.swiglu_limit < INFINITY) {
-#pragma unroll
-          for (int i = 0; i < 32; ++i) d[i] = mark_clamped(d[i], up);
-        }
-        fill_64_columns(d, buffer);
-        store_rows(
-            buffer,
-            RowAddress(up ? args.up_pool : args.gate_pool, first, args.intermediate, column, 2), 0,
-            column < args.intermediate);
-      }
-    }
-    announcer.set(&args.gate_up_done[work.m]);
+  // Multiplies a tile of rows; returns its work, read again.
+  template <Major kA, Major kB>
+  __device__ __forceinline__ const Work& multiply_tile(RingState<kTileSlots>& tile_ring,
+                                                       RingState<kStages>& ring, int k_blocks,
+                                                       float* acc) {
+    multiply_rows<kA, kB>(shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).rows,
+                          k_blocks, acc);
+    return shared.tiles.here(tile_ring);
   }
 
-  // Backward of A' = w a with a = silu(g) u, for two neighbouring columns. Turns g and u into their
-  // gradients and returns the columns' part of the routing weight's, <dA, a>.
-  // With a limit l: g is min(g, l) and u is clamped to [-l, l]; no gradient passes a clamped value.
-  template <bool kLimit>
-  __device__ __forceinline__ float swiglu_backward(uint32_t& gate, uint32_t& up, const float* d,
-                                                   float weight, uint32_t& act) const {
-    float g[2] = {__uint_as_float(gate << 16), __uint_as_float(gate & 0xffff0000u)};
-    float u[2] = {__uint_as_float(up << 16), __uint_as_float(up & 0xffff0000u)};
-    bool pass_g[2] = {true, true}, pass_u[2] = {true, true};
-    if constexpr (kLimit) {
-      const float limit = args.swiglu_limit;
+  // The first of the warp's 16 rows in a row block of the tile.
+  static __device__ __forceinline__ int first_of_block(int m) {
+    return m * 64 + thread_here() % kWarpgroup / 32 * 16;
+  }
+
+  __device__ __forceinline__ void recompute_tile(RingState<kTileSlots>& tile_ring,
+                                                 RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    const Work& work =
+        multiply_tile<Major::K, Major::MN>(tile_ring, ring, args.hidden / kBlockK, acc);
+    const bool up = work.n >= intermediate_columns();
+    const int n = up ? work.n - intermediate_columns() : work.n;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+    for (int b = 0; b < kAccumulators / 32; ++b) {
+      const int m = b / (kTileN / 64), column = n * kTileN + b % (kTileN / 64) * 64;
+      uint8_t* buffer = shared.buffers.here(b % kWarpBuffers);
+      wait_for_buffer();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float value[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) value[i] = mark_clamped(acc[32 * b + 8 * j + i], up);
+        store_16_columns(value, fragment(buffer, j));
+      }
+      store_block(up ? maps.up_blocks : maps.gate_blocks, buffer, column,
+                  work.row + first_of_block(m), m * 64 < work.rows && column < args.intermediate);
+    }
+    announce(&args.gate_up_done[work.m]);
+  }
+
+  // Backward of A' = w a with a = silu(g) u, for 8 columns of a row: turns g and u into their
+  // gradients and `d`, fp16 values of the gradient of A' over `unit`, into A'; returns the columns'
+  // part of the routing weight's gradient over the unit, <d, a>.
+  // With a limit l, which may be infinite: g is min(g, l) and u is clamped to [-l, l]; no gradient
+  // passes a clamped value.
+  __device__ __forceinline__ float swiglu_backward(uint4& gate, uint4& up, uint4& d, float weight,
+                                                   float unit) const {
+    float g[8], u[8], da[8], dot = 0.0f;
+    unpack_bf16x8(gate, g);
+    unpack_bf16x8(up, u);
+    unpack_f16x8(d, da);
+    const float to_gradient = weight * unit;
+    const float limit = args.swiglu_limit;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      bool pass_g[2], pass_u[2];
+#pragma unroll
+      for (int j = i; j < i + 2; ++j) {
         // Comparisons that a NaN fails, so that it passes through.
-        if (g[j] > limit) g[j] = limit, pass_g[j] = false;
-        if (u[j] > limit) u[j] = limit, pass_u[j] = false;
-        if (u[j] < -limit) u[j] = -limit, pass_u[j] = false;
+        pass_g[j - i] = !(g[j] > limit);
+        pass_u[j - i] = !(fabsf(u[j]) > limit);
+        g[j] = pass_g[j - i] ? g[j] : limit;
+        u[j] = pass_u[j - i] ? u[j] : copysignf(limit, u[j]);
+      }
+      float s[2];
+      sigmoid2(g[i], g[i + 1], s[0], s[1]);
+#pragma unroll
+      for (int j = i; j < i + 2; ++j) {
+        const float sigmoid = s[j - i], silu = g[j] * sigmoid;
+        const float d_silu = da[j] * silu, weighted = to_gradient * da[j];
+        dot += d_silu * u[j];
+        // silu'(g) = s (1 + g (1 - s))
+        g[j] = pass_g[j - i] ? weighted * u[j] * (sigmoid + sigmoid * (g[j] - silu)) : 0.0f;
+        da[j] = weight * silu * u[j];
+        u[j] = pass_u[j - i] ? to_gradient * d_silu : 0.0f;
       }
     }
-    float s[2], a[2], dg[2], du[2], dot = 0.0f;
-    sigmoid2(g[0], g[1], s[0], s[1]);
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float silu = g[j] * s[j];
-      const float d_silu = d[j] * silu;
-      dot += d_silu * u[j];
-      a[j] = weight * silu * u[j];
-      du[j] = pass_u[j] ? weight * d_silu : 0.0f;
-      // silu'(g) = s (1 + g (1 - s))
-      dg[j] = pass_g[j] ? weight * d[j] * u[j] * (s[j] + s[j] * (g[j] - silu)) : 0.0f;
-    }
-    act = pack_bf16(a[0], a[1]);
-    gate = pack_bf16(dg[0], dg[1]);
-    up = pack_bf16(du[0], du[1]);
+    gate = pack_bf16x8(g);
+    up = pack_bf16x8(u);
+    d = pack_bf16x8(da);
     return dot;
   }
 
-  // 64 columns of a hidden-grad tile's epilogue. `gate` and `up` are the warp's 16 rows of a stage;
-  // their gradients replace them there, each value by the thread that has read it. Rows of padding
-  // are zeros and stay zeros.
-  template <bool kLimit>
-  __device__ __forceinline__ void hidden_grad_columns(const float* acc, uint8_t* gate, uint8_t* up,
-                                                      uint8_t* act, const float (&weight)[2],
-                                                      float (&dot)[2]) const {
-    const int lane = lane_here();
+  // The accumulators go through shared memory, so that each lane has 8 columns of a row, as global
+  // memory has them: as fp16 over a power of two for each row and warp, which keeps 11 bits of the
+  // larger values. (bf16's 8 are too few for the routing weight's gradient, a sum with both signs;
+  // fp32 fits only in more steps, which took longer.) Rows of padding are zeros in the pools and
+  // stay zeros.
+  __device__ __forceinline__ void hidden_grad_tile(RingState<kTileSlots>& tile_ring,
+                                                   RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    multiply_tile<Major::K, Major::K>(tile_ring, ring, args.hidden / kBlockK, acc);
+    wait_for_buffer<1>();
 #pragma unroll
-    for (int b = 0; b < 8; ++b) {
+    for (int m = 0; m < kRowBlocks; ++m) {
+      static_assert(kTileN / 64 == kWarpBuffers);
+      const float* d = acc + m * (kTileN / 2);
+      float scale[2], unit[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int at = swizzled(lane / 4 + 8 * h, b) + lane % 4 * 4;
-        uint32_t& g = *reinterpret_cast<uint32_t*>(gate + at);
-        uint32_t& u = *reinterpret_cast<uint32_t*>(up + at);
-        uint32_t dg = g, du = u, a;
-        dot[h] += swiglu_backward<kLimit>(dg, du, acc + 4 * b + 2 * h, weight[h], a);
-        g = dg;
-        u = du;
-        *reinterpret_cast<uint32_t*>(act + at) = a;
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kTileN / 8; ++i) {
+          largest = fmaxf(largest, fmaxf(fabsf(d[4 * i + 2 * h]), fabsf(d[4 * i + 2 * h + 1])));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 1u), 253u);
+        scale[h] = __uint_as_float((254 - exponent) << 23);
+        unit[h] = __uint_as_float(exponent << 23);
       }
+      __syncwarp();
+#pragma unroll
+      for (int c = 0; c < kTileN / 64; ++c) {
+        fill_64_columns_f16(d + 32 * c, scale, shared.buffers.here(c));
+      }
+      __syncwarp();
+      hidden_grad_rows(tile_ring, m, unit);
     }
+    const Work& work = shared.tiles.here(tile_ring);
+    announce(&args.hidden_grad_done[work.m], &args.board->hidden_grad_parts);
   }
 
-  __device__ __forceinline__ void hidden_grad_tile(const Work& work, uint32_t warpgroup,
-                                                   RingState<kStages>& ring, Announcer& announcer,
-                                                   float* acc) {
-    const int chunks = epilogue_stages(work);
-    if (work.rows <= static_cast<int>(warpgroup) * 64) {
-      announcer.announce(&args.board->hidden_grad_parts);
-      skip(shared.stages, ring, work.k_blocks + chunks);
-    } else {
-      multiply<kCooperative, Major::K, Major::K>(
-          shared.stages, ring, warpgroup, work.k_blocks, acc,
-          [&] { announcer.announce(&args.board->hidden_grad_parts); });
-      // Of the warp's 16 rows, in the tile.
-      const int first = warpgroup * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-      float weight[2], dot[2] = {0.0f, 0.0f};
-      bool valid[2];
+  // The warp's 16 rows of a row block; this lane has those of numbers 4 i + lane / 8.
+  __device__ __forceinline__ void hidden_grad_rows(RingState<kTileSlots>& tile_ring, int m,
+                                                   const float (&units)[2]) {
+    const Work& work = shared.tiles.here(tile_ring);
+    const int lane = lane_here(), first = first_of_block(m) + lane / 8;
+    if (m * 64 >= work.rows) return;
+    // In words of 16 bytes, of which a pool has less than 2^32.
+    const uint32_t row_words = args.intermediate / 8;
+    const uint32_t at = (work.row + first) * row_words + work.n * (kTileN / 8) + lane % 8;
+    uint4* gate_pool = reinterpret_cast<uint4*>(args.gate_pool);
+    uint4* up_pool = reinterpret_cast<uint4*>(args.up_pool);
+    uint4* act_pool = reinterpret_cast<uint4*>(args.act_pool);
+    const int chunks = min(kTileN, args.intermediate - work.n * kTileN) / 64;
+    // Loads are two steps ahead.
+    uint4 gate[2], up[2];
+    const auto load = [&](int i, int c) {
+      const uint32_t from = at + 4 * i * row_words + 8 * c;
+      gate[i % 2] = __ldcg(gate_pool + from);
+      up[i % 2] = __ldcg(up_pool + from);
+    };
+    load(0, 0);
+    load(1, 0);
+    float weight[4], unit[4], dot[4] = {};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = first + lane_here() / 4 + 8 * h;
-        valid[h] = row < work.rows;
-        weight[h] = valid[h] ? args.row_weight[first_row() + work.row + row] : 0.0f;
-      }
-      uint8_t* act = shared.buffers.here();
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + 4 * i;
+      weight[i] = row < work.rows ? args.row_weight[first_row() + work.row + row] : 0.0f;
+      unit[i] = __shfl_sync(~0u, units[i / 2], (4 * i + lane / 8) % 8 * 4);
+    }
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      const uint8_t* buffer = shared.buffers.here(c);
 #pragma unroll
-      for (int c = 0; c < kHiddenN / 64; ++c) {
-        if (c >= chunks) continue;
-        const int stage = ring.index();
-        uint8_t* gate = shared.stages.a[stage] + first * 128;
-        uint8_t* up = shared.stages.b[stage] + first * 128;
-        shared.stages.full[stage].wait(ring.phase());
-        if (args.swiglu_limit < INFINITY) {
-          hidden_grad_columns<true>(acc + 32 * c, gate, up, act, weight, dot);
-        } else {
-          hidden_grad_columns<false>(acc + 32 * c, gate, up, act, weight, dot);
-        }
-        const auto store = [&](const uint8_t* rows, __nv_bfloat16* pool) {
-          store_rows(rows, RowAddress(pool, work.row + first, args.intermediate,
-                                      work.n * kHiddenN + 64 * c, 2));
-        };
-        store(gate, args.gate_pool);
-        store(up, args.up_pool);
-        store(act, args.act_pool);
-        cutlass::arch::fence_view_async_shared();  // TMA writes the stage next
-        release_stage<kCooperative>(shared.stages, stage);
-        ring.advance();
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
-        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
-        const int row = work.row + first + lane_here() / 4 + 8 * h;
-        if (valid[h] && lane_here() % 4 == 0) {
-          args.partial_dots[int64_t{row} * hidden_columns() + work.n] = dot[h];
-        }
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t here = at + 4 * i * row_words + 8 * c;
+        uint4 g = gate[i % 2], u = up[i % 2];
+        if (i < 2 || c + 1 < chunks) load((i + 2) % 4, c + (i + 2) / 4);
+        uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
+        dot[i] += swiglu_backward(g, u, d, weight[i], unit[i]);
+        gate_pool[here] = g;
+        up_pool[here] = u;
+        act_pool[here] = d;
       }
     }
-    announcer.set(&args.hidden_grad_done[work.m]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int step = 1; step < 8; step *= 2) dot[i] += __shfl_xor_sync(~0u, dot[i], step);
+      const int row = first + 4 * i;
+      if (row < work.rows && lane % 8 == 0) {
+        args.partial_dots[int64_t{work.row + row} * intermediate_columns() + work.n] =
+            dot[i] * unit[i];
+      }
+    }
   }
 
   __device__ __forceinline__ void input_grad_tile(RingState<kTileSlots>& tile_ring,
-                                                  RingState<kStages>& ring, float* acc) {
-    const int k_blocks = 2 * args.intermediate / kBlockK;
-    if (shared.tiles.here(tile_ring).rows > 64) {
-      multiply<kPingPong, Major::K, Major::K>(shared.stages, ring, warpgroup_here(), k_blocks, acc);
-    } else {
-      multiply<kPingPong, Major::K, Major::K, 1>(shared.stages, ring, warpgroup_here(), k_blocks,
-                                                 acc);
-    }
-    const Work& work = shared.tiles.here(tile_ring);
-    const int warp = threadIdx.x % kWarpgroup / 32;
+                                                  RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    const Work& work =
+        multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate / kBlockK, acc);
     uint8_t* buffer = shared.buffers.here();
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int row = m * 64 + warp * 16 + lane_here() % 16;
+      const int row = first_of_block(m) + lane_here() % 16;
       const uint64_t target = row < work.rows ? args.row_target[first_row() + work.row + row] : 0;
       if (m * 64 < work.rows) {
-        push_rows<kN>(acc + m * (kN / 2), buffer, target, work.n * kN, args.hidden);
+        push_rows(acc + m * (kTileN / 2), buffer, target, work.n * kTileN, args.hidden);
       }
     }
   }
 
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
-                                                   RingState<kStages>& ring, float* acc) {
-    multiply<kPingPong, Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(),
-                                              shared.tiles.here(tile_ring).k_blocks, acc);
+                                                   RingState<kStages>& ring) {
+    float acc[kAccumulators] = {};
+    multiply<Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(),
+                                   shared.tiles.here(tile_ring).k_blocks, acc);
     const Work& work = shared.tiles.here(tile_ring);
-    if (work.k_blocks == 0) {
-#pragma unroll
-      for (int i = 0; i < kAccumulators<kPingPong>; ++i) acc[i] = 0.0f;
-    }
     const bool down = work.matrix == 2;
     const int rows = down ? args.intermediate : args.hidden;
     const int columns = down ? args.hidden : args.intermediate;
     const int64_t size = int64_t{rows} * columns;
-    uint8_t* buffer = shared.buffers.here();
     // Straight into the result, or in fp32 to or onto what earlier rounds have carried.
     const bool f32 = args.dw_is_f32 || work.carried >= 0;
-    uint8_t* matrix =
+    void* matrix =
         work.carried < 0
-            ? static_cast<uint8_t*>(args.dw[work.matrix]) + work.group * size * (f32 ? 4 : 2)
-            : reinterpret_cast<uint8_t*>(args.carried + (2 * work.matrix + work.carried) * size);
+            ? static_cast<float*>(args.dw[work.matrix]) + work.group * size
+            : reinterpret_cast<float*>(args.carried + (2 * work.matrix + work.carried) * size);
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      const int first = work.m * kTileM + m * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-      const int inside = first < rows ? columns - work.n * kN : 0;  // columns; first is 64 m
-      const RowAddress to(matrix, first, columns, work.n * kN, f32 ? 4 : 2);
+      const int first = work.m * kTileM + first_of_block(m);
+      const int inside = first < rows ? columns - work.n * kTileN : 0;  // columns; first is 64 m
       if (f32) {
+        wait_for_buffer<1>();
+        const RowAddress to(matrix, first, columns, work.n * kTileN, 4);
 #pragma unroll
-        for (int c = 0; c < kN / 32; ++c) {
-          fill_32_columns_f32(acc + m * (kN / 2) + 16 * c, buffer);
+        for (int c = 0; c < kTileN / 32; ++c) {
+          uint8_t* buffer = shared.buffers.here();
+          fill_32_columns_f32(acc + m * (kTileN / 2) + 16 * c, buffer);
           store_rows_f32(buffer, to, 128 * c, 32 * c < inside, work.continues);
         }
       } else {
 #pragma unroll
-        for (int c = 0; c < kN / 64; ++c) {
-          fill_64_columns(acc + m * (kN / 2) + 32 * c, buffer);
-          store_rows(buffer, to, 128 * c, 64 * c < inside);
+        for (int c = 0; c < kTileN / 64; ++c) {
+          uint8_t* block = shared.buffers.here(c);
+          wait_for_buffer();
+          fill_64_columns(acc + m * (kTileN / 2) + 32 * c, block);
+          store_block(maps.dw_blocks[work.matrix], block, work.n * kTileN + 64 * c,
+                      work.group * rows + first, 64 * c < inside);
         }
       }
     }
@@ -622,42 +618,21 @@ struct Backward {
     }
   }
 
-  // A loop for each product: each has its own accumulators, which the compiler then never moves.
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
+    copy_head<2>(args, first_row());
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    {
-      Announcer announcer;
-      float acc[kAccumulators<kCooperative>] = {};
-      for (;; shared.tiles.next(tile_ring)) {
-        const Work& work = shared.tiles.peek(tile_ring);
-        if (work.kind != Kind::kRecompute) break;
-        recompute_tile(work, warpgroup, ring, announcer, acc);
-      }
-      announcer.announce();
-    }
+    Turns::start(warpgroup);
+    take_turns(Kind::kRecompute, tile_ring, ring, [&] { recompute_tile(tile_ring, ring); });
     mark(1);
-    {
-      Announcer announcer;
-      float acc[kAccumulators<kCooperative>] = {};
-      for (;; shared.tiles.next(tile_ring)) {
-        const Work& work = shared.tiles.peek(tile_ring);
-        if (work.kind != Kind::kHiddenGrad) break;
-        hidden_grad_tile(work, warpgroup, ring, announcer, acc);
-      }
-      announcer.announce(&args.board->hidden_grad_parts);
-    }
+    take_turns(Kind::kHiddenGrad, tile_ring, ring, [&] { hidden_grad_tile(tile_ring, ring); });
     mark(2);
-    Turns::start(warpgroup, tile_ring.count % 2);
-    {
-      float acc[kAccumulators<kPingPong>] = {};
-      take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring, acc); });
-    }
+    take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring); });
     finish_pushing();
     mark(3);
-    float acc[kAccumulators<kPingPong>] = {};
-    take_turns(Kind::kWeightGrad, tile_ring, ring, [&] { weight_grad_tile(tile_ring, ring, acc); });
+    take_turns(Kind::kWeightGrad, tile_ring, ring, [&] { weight_grad_tile(tile_ring, ring); });
+    wait_bulk_stores<0>();
     __threadfence_system();
     mark(4);
   }
@@ -675,7 +650,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.stages.init();
     shared.ending = 0;
     shared.pull.init();
-    shared.tiles.init(kConsumerWarps);
+    shared.tiles.init();
     cutlass::arch::fence_barrier_init();
   }
   backward.read_window();
@@ -684,13 +659,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_dealloc<56>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) backward.load();
-    } else if (warp == 1) {
-      Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
-    } else {
-      backward.combine();
-    }
+    if (threadIdx.x == 0) backward.load();
+    if (threadIdx.x == 64) backward.place();
+    if (warp == 1) Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
+    if (warp % 2 == 1) backward.combine();
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
     backward.consume(warp / 4 - 1);

@@ -16,10 +16,11 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   auto* act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
   for (const std::string& error :
        {encode_k_major(&maps.x_pool, x_pool, 1, capacity, h, kTileM),
-        encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kGateUpColumns),
-        encode_mn_major(&maps.up, call.w_up, experts, h, i, kGateUpColumns),
+        encode_mn_major(&maps.gate, call.w_gate, experts, h, i, kTileN),
+        encode_mn_major(&maps.up, call.w_up, experts, h, i, kTileN),
         encode_k_major(&maps.act_pool, act_pool, 1, capacity, i, kTileM),
-        encode_mn_major(&maps.down, call.w_down, experts, i, h, Experts::kDownN)}) {
+        encode_k_major(&maps.act_blocks, act_pool, 1, capacity, i, kBlockRows),
+        encode_mn_major(&maps.down, call.w_down, experts, i, h, kTileN)}) {
     if (!error.empty()) return error;
   }
   ExpertsArgs args{};
@@ -27,10 +28,10 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.plan = launch.buffers;
   args.directory = call.directory;
   args.board = launch.board;
+  args.head_claim = &launch.board->head_claim;
   args.source[0] = {launch.board->x, x_pool, launch.progress(kArrivedX)};
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);
-  args.act_pool = act_pool;
   args.activated = launch.progress(kGateUpDone);
   args.hidden = call.shape.hidden;
   args.intermediate = call.shape.intermediate;
@@ -48,6 +49,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
 }
 
 std::vector<uint64_t> forward_timeline() { return copy_timeline(); }
+uint64_t forward_pulled_bytes() { return take_pulled_bytes(); }
 
 std::string load_forward_kernel() {
   return status_text(cudaFuncSetAttribute(experts_kernel,

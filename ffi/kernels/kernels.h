@@ -70,6 +70,9 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream);
 // nanoseconds, [CTA][kTimelineMarks]; empty where the build keeps none. See timeline.cuh.
 constexpr int kTimelineMarks = 8;
 std::vector<uint64_t> forward_timeline();
+// Bytes that the forward kernels of the current device have read from other ranks since this was
+// last asked; 0 where the build does not count them.
+uint64_t forward_pulled_bytes();
 std::vector<uint64_t> backward_timeline();
 
 // Loads every kernel on the current device, so that no first use waits while a peer spins.

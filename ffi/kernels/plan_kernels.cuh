@@ -146,12 +146,13 @@ struct Planner {
     if (thread == 0) {
       args.board->tile_claim = 0;
       args.board->pull_claim = 0;
+      args.board->head_claim = 0;
       args.board->hidden_grad_parts = 0;
       args.board->pushed_parts = 0;
       args.board->combine_claim = 0;
     }
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
-      CountPullChunk(WarpTeam(), shape, args.plan, round, chunk, scratch);
+      CountPullChunk(WarpTeam(), shape, args.board->rank, args.plan, round, chunk, scratch);
     }
     barrier();
     for (int e = warp(); e < shape.local_experts; e += warps()) {
@@ -163,7 +164,7 @@ struct Planner {
     if (thread == 0) plan.pull_start[shape.local_experts] = starts[shape.local_experts];
     plan.pull_start = starts;
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
-      PlacePullChunk(WarpTeam(), shape, plan, round, chunk, scratch);
+      PlacePullChunk(WarpTeam(), shape, args.board->rank, plan, round, chunk, scratch);
     }
   }
 };

@@ -5,13 +5,12 @@
 
 namespace megamoe {
 
-// Pushes the warp's 16 accumulator rows to their homes. `target` is, in lanes 0-15, the address of
-// the return row of each of them, 0 for padding.
-template <int kColumns>
+// Pushes 16 rows of a warp's tile, values d[0..96), to their homes. `target` is, in lanes 0-15, the
+// address of the return row of each of them, 0 for padding.
 __device__ __forceinline__ void push_rows(const float* d, uint8_t* buffer, uint64_t target,
                                           int column, int hidden) {
 #pragma unroll
-  for (int c = 0; c < kColumns / 64; ++c) {
+  for (int c = 0; c < kTileN / 64; ++c) {
     const bool inside = column + 64 * c < hidden;  // hidden is a multiple of 64
     fill_64_columns(d + 32 * c, buffer);
     for_rows(buffer, [&](int i, const uint4& bytes) {

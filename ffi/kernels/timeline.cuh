@@ -16,6 +16,7 @@ namespace megamoe {
 constexpr int kTimelineCtas = 160;
 
 #ifdef MEGAMOE_TIMELINE
+static __device__ unsigned long long pulled_bytes;
 static __device__ uint64_t timeline[kTimelineCtas][kTimelineMarks];
 #endif
 
@@ -35,6 +36,24 @@ __device__ __forceinline__ void mark(int which) {
   if (threadIdx.x == kWarpgroup && blockIdx.x < kTimelineCtas)
     timeline[blockIdx.x][which] = global_timer_ns();
 #endif
+}
+
+// Adds to the bytes that this device has read from others. By one thread.
+__device__ __forceinline__ void count_pulled_bytes(int32_t bytes) {
+#ifdef MEGAMOE_TIMELINE
+  atomicAdd(&pulled_bytes, static_cast<unsigned long long>(bytes));
+#endif
+}
+
+// The bytes counted on the current device since the last call; 0 in other builds.
+static inline uint64_t take_pulled_bytes() {
+  unsigned long long bytes = 0;
+#ifdef MEGAMOE_TIMELINE
+  const unsigned long long zero = 0;
+  cudaMemcpyFromSymbol(&bytes, pulled_bytes, sizeof(bytes));
+  cudaMemcpyToSymbol(pulled_bytes, &zero, sizeof(zero));
+#endif
+  return bytes;
 }
 
 }  // namespace megamoe

@@ -20,18 +20,18 @@ void BuildPlan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan) {
   }
 }
 
-void BuildPullList(const PlanShape& shape, const PlanBuffers& plan, int32_t round) {
+void BuildPullList(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round) {
   std::vector<uint32_t> scratch(shape.scratch_words());
   const HostTeam team;
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    CountPullChunk(team, shape, plan, round, c, scratch.data());
+    CountPullChunk(team, shape, rank, plan, round, c, scratch.data());
   }
   for (int32_t e = 0; e < shape.local_experts; ++e) {
     ScanPullCounts(team, shape, plan, e);
   }
   StartPulls(team, shape, plan);
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    PlacePullChunk(team, shape, plan, round, c, scratch.data());
+    PlacePullChunk(team, shape, rank, plan, round, c, scratch.data());
   }
 }
 

@@ -10,7 +10,7 @@ namespace megamoe {
 void BuildPlan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan);
 
 // Builds the pull list of one round of a complete plan.
-void BuildPullList(const PlanShape& shape, const PlanBuffers& plan, int32_t round);
+void BuildPullList(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round);
 
 }  // namespace megamoe
 

@@ -13,6 +13,11 @@
 // take as many rounds as its own load asks for. A round ends at the end of a tile and accumulators
 // continue from memory, so no result depends on the capacity.
 //
+// Pull list. The source tokens of a round that are fetched from their owners, each once for all of
+// its pool rows, in the order of first use. Only the rows of a round's first `head_rows` that come
+// from this rank's own tokens are not in it: whoever works on the rows copies those himself, one by
+// one, so that the first tiles need not wait until their tokens' other rows have been written, too.
+//
 // The functions below are phases. Each is written for a team of 32 lanes and is the same text on
 // the device (a warp) and on the host (a loop). Between two phases everything written by the first
 // must be visible to all teams of the second: a grid barrier on the device. Order of the phases:
@@ -62,6 +67,7 @@ struct PlanShape {
   int32_t top_k = 1;               // slots per token
   int32_t local_experts = 1;       // per rank
   int32_t capacity_rows = kTileM;  // pool rows of a round, a multiple of kTileM
+  int32_t head_rows = 0;           // see "Pull list" above
 
   MEGAMOE_HD int64_t source_tokens() const { return int64_t{ranks} * tokens; }
   MEGAMOE_HD int64_t slots() const { return source_tokens() * top_k; }
@@ -297,12 +303,14 @@ MEGAMOE_HD inline int32_t CountSlowly(const PlanShape& shape, int32_t rank, cons
   return count;
 }
 
-// First local expert that needs this source token in the round, or -1. Pool rows are ordered by
-// expert, so it is the expert of the lowest row inside the round's window.
-MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, const PlanBuffers& plan,
+// First local expert for which this source token is pulled in the round, or -1. Pool rows are
+// ordered by expert, so it is the expert of the lowest row inside the round's window.
+MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, int32_t rank, const PlanBuffers& plan,
                                       int32_t round, int64_t token) {
-  const int64_t begin = int64_t{round} * shape.capacity_rows;
-  int64_t lowest = begin + shape.capacity_rows;
+  const int64_t end = (int64_t{round} + 1) * shape.capacity_rows;
+  const int64_t begin =
+      end - shape.capacity_rows + (token / shape.tokens == rank ? shape.head_rows : 0);
+  int64_t lowest = end;
   for (int32_t first = 0; first < shape.top_k; first += kBatch) {
     MEGAMOE_UNROLL
     for (int32_t i = 0; i < kBatch; ++i) {
@@ -311,19 +319,20 @@ MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, const PlanBuffers&
       if (row >= begin && row < lowest) lowest = row;
     }
   }
-  return lowest < begin + shape.capacity_rows ? plan.tile_expert[lowest / kTileM] : -1;
+  return lowest < end ? plan.tile_expert[lowest / kTileM] : -1;
 }
 
 template <class Team>
-MEGAMOE_HD void MaskPullChunk(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                              int32_t round, int32_t chunk, uint32_t* masks) {
+MEGAMOE_HD void MaskPullChunk(const Team& team, const PlanShape& shape, int32_t rank,
+                              const PlanBuffers& plan, int32_t round, int32_t chunk,
+                              uint32_t* masks) {
   team.each([&](int32_t lane) {
     for (int32_t e = lane; e < shape.local_experts; e += kLanes) masks[e] = 0;
   });
   team.each([&](int32_t lane) {
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
-    const int32_t e = FirstExpert(shape, plan, round, token);
+    const int32_t e = FirstExpert(shape, rank, plan, round, token);
     if (e >= 0) team.bit_or(&masks[e], uint32_t{1} << lane);
   });
 }
@@ -432,11 +441,12 @@ MEGAMOE_HD inline int32_t NumRounds(const PlanShape& shape, const PlanBuffers& p
                               shape.capacity_rows);
 }
 
-// Counts the chunk's tokens that the round needs, by the first expert that needs them.
+// Counts the chunk's tokens that the round pulls, by the first expert that needs them.
 template <class Team>
-MEGAMOE_HD void CountPullChunk(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                               int32_t round, int32_t chunk, uint32_t* masks) {
-  plan_internal::MaskPullChunk(team, shape, plan, round, chunk, masks);
+MEGAMOE_HD void CountPullChunk(const Team& team, const PlanShape& shape, int32_t rank,
+                               const PlanBuffers& plan, int32_t round, int32_t chunk,
+                               uint32_t* masks) {
+  plan_internal::MaskPullChunk(team, shape, rank, plan, round, chunk, masks);
   team.each([&](int32_t lane) {
     for (int32_t e = lane; e < shape.local_experts; e += kLanes) {
       plan.counts[int64_t{e} * shape.chunks() + chunk] = plan_internal::PopCount(masks[e]);
@@ -466,13 +476,14 @@ MEGAMOE_HD void StartPulls(const Team& team, const PlanShape& shape, const PlanB
 
 // Writes the chunk's entries of the round's pull list.
 template <class Team>
-MEGAMOE_HD void PlacePullChunk(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                               int32_t round, int32_t chunk, uint32_t* masks) {
-  plan_internal::MaskPullChunk(team, shape, plan, round, chunk, masks);
+MEGAMOE_HD void PlacePullChunk(const Team& team, const PlanShape& shape, int32_t rank,
+                               const PlanBuffers& plan, int32_t round, int32_t chunk,
+                               uint32_t* masks) {
+  plan_internal::MaskPullChunk(team, shape, rank, plan, round, chunk, masks);
   team.each([&](int32_t lane) {
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
-    const int32_t e = plan_internal::FirstExpert(shape, plan, round, token);
+    const int32_t e = plan_internal::FirstExpert(shape, rank, plan, round, token);
     if (e < 0) return;
     const uint32_t lower_lanes = (uint32_t{1} << lane) - 1;
     plan.pull[plan.pull_start[e] + plan.counts[int64_t{e} * shape.chunks() + chunk] +

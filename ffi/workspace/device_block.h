@@ -10,7 +10,8 @@ namespace megamoe {
 
 constexpr int kMaxDevices = 16;
 constexpr int kMaxLocalExperts = 256;
-constexpr int kMaxTopK = 32;  // a warp handles a token's slots in one step
+constexpr int kMaxTopK = 32;            // a warp handles a token's slots in one step
+constexpr int kHeadRows = 48 * kTileM;  // PlanShape::head_rows: more than the CTAs' first tiles
 
 // What a waiting kernel writes before it stops, in memory that the host can read at any time.
 struct Failure {
@@ -56,10 +57,10 @@ struct Board {
   const void* dy[kMaxDevices];
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
-  int32_t tile_claim, pull_claim;  // next work of the round
-  int32_t hidden_grad_parts;       // kHiddenGradDone of all tiles of the round
-  int32_t pushed_parts;            // consumer warps that push no more rows in the round
-  int32_t combine_claim;           // next chunk of tokens to combine
+  int32_t tile_claim, pull_claim, head_claim;  // next work of the round
+  int32_t hidden_grad_parts;                   // kHiddenGradDone of all tiles of the round
+  int32_t pushed_parts;                        // consumer warps that push no more rows in the round
+  int32_t combine_claim;                       // next chunk of tokens to combine
   uint32_t plan_barrier;
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
@@ -98,7 +99,7 @@ struct DeviceLayout {
     at.row_weight = take(rows * 4);
     at.row_target = take(rows * 8);
     at.counters = take(kProgressCounters * tiles * 4);
-    at.partial_dots = take(tiles * kTileM * (shape.intermediate + 255) / 256 * 4);
+    at.partial_dots = take(tiles * kTileM * ((shape.intermediate + 191) / 192) * 4);
     at.bytes = end;
     return at;
   }

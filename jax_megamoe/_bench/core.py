@@ -24,16 +24,14 @@ class Product(NamedTuple):
     Attributes:
       number: the attribute `product` of the custom call.
       flops: in multiples of rows * H * I.
-      organisations: of the warpgroups, those that the core has for it.
     """
 
     number: int
     flops: int
-    organisations: tuple[str, ...] = ("cooperative", "ping_pong")
 
 
 PRODUCTS = {
-    "gate_up": Product(0, 4, ("cooperative",)),
+    "gate_up": Product(0, 4),
     "down": Product(1, 2),
     "down_grad": Product(2, 2),
     "input_grad": Product(3, 4),
@@ -45,14 +43,13 @@ class Timing(NamedTuple):
     """Seconds of a product and of the dense one, or None and why."""
 
     product: str
-    organisation: str
     seconds: float | None
     dense_seconds: float | None
     error: str | None
 
 
 def run(shape: Shape, *, rows: int, groups: int, rounds: int) -> Iterator[Timing]:
-    """Times every product in every organisation.
+    """Times every product.
 
     Args:
       shape: hidden and intermediate size.
@@ -62,20 +59,17 @@ def run(shape: Shape, *, rows: int, groups: int, rounds: int) -> Iterator[Timing
     """
     why_not = _why_not()
     data = None if why_not else _make_data(shape, rows, groups)
-    for name, product in PRODUCTS.items():
+    for name in PRODUCTS:
         seconds, failures = {}, {}
         if data is not None:
-            programs = {o: _program(data, shape, name, o) for o in product.organisations}
-            programs["dense"] = _dense(shape, rows, groups, name)
+            programs = {
+                "core": _program(data, shape, name),
+                "dense": _dense(shape, rows, groups, name),
+            }
             seconds, failures = timing.measure(programs, rounds)
-        for organisation in product.organisations:
-            yield Timing(
-                name,
-                organisation,
-                seconds.get(organisation),
-                seconds.get("dense"),
-                why_not or failures.get(organisation),
-            )
+        yield Timing(
+            name, seconds.get("core"), seconds.get("dense"), why_not or failures.get("core")
+        )
 
 
 def _why_not():
@@ -122,7 +116,7 @@ _OPERANDS = {
 }
 
 
-def _program(data, shape, name, organisation):
+def _program(data, shape, name):
     h, i = shape.hidden, shape.intermediate
     rows, groups = data["x"].shape[0], data["w_gate"].shape[0]
     out = {"gate_up": (rows, i), "down_grad": (rows, i), "weight_grad": (groups, h, i)}
@@ -132,7 +126,6 @@ def _program(data, shape, name, organisation):
     )
     attributes = dict(
         product=np.int64(PRODUCTS[name].number),
-        ping_pong=organisation == "ping_pong",
         hidden=np.int64(h),
         intermediate=np.int64(i),
     )

@@ -16,7 +16,7 @@ from jax_megamoe._bench.report import Record
 _INK = "#222222"
 _DENSE = "#b8bcc2"
 _COLOURS = {"ffi": "#1b6ca8", "xla": "#e08a2c", "torch": "#7d5ba6"}
-_ORGANISATIONS = {"cooperative": "#2f8f6b", "ping_pong": "#8cc9ad"}
+_CORE = "#2f8f6b"
 _HATCHES = {"bf16": "", "fp8": "//", "mxfp8": "xx", "fp8_bwd": ".."}
 # A bar beyond this many times the tallest dense bar is cut, so that the others can be read.
 _CUT = 3.0
@@ -144,16 +144,13 @@ def _draw_core(panel, records):
     names = list(core.PRODUCTS)
     for record in records:
         place = names.index(record["product"])
-        n = list(_ORGANISATIONS).index(record["organisation"])
-        both = len(core.PRODUCTS[record["product"]].organisations) > 1
-        at = place + (0.38 * (n - 0.5) if both else 0)
         if record["ratio"] is None:
             text = _short(record.get("error", "not measured"))
-            panel.text(at, 0.02, text, color=_INK, **_UPRIGHT)
+            panel.text(place, 0.02, text, color=_INK, **_UPRIGHT)
             continue
         share = 1 / record["ratio"]
-        panel.bar(at, share, 0.36, color=_ORGANISATIONS[record["organisation"]])
-        _write(panel, at, share, f"{share:.2f}")
+        panel.bar(place, share, 0.6, color=_CORE)
+        _write(panel, place, share, f"{share:.2f}")
     panel.axhline(_CORE_BAR, color=_INK, lw=0.8, ls="--")
     panel.text(len(names) - 0.45, _CORE_BAR, f" {_CORE_BAR}", va="center", fontsize=8, color=_INK)
     panel.set_ylim(0, 1.22)
@@ -179,11 +176,8 @@ def _caption(figure, records):
     limits = {layer.LIMITS.get((r["shape"], r["pass"])) for r in passes} - {None}
     if limits:
         handles.append(matplotlib.lines.Line2D([], [], **_LIMIT, label="required of bf16"))
-    organisations = {r["organisation"] for r in records if r["pass"] == "matrix_core"}
-    for organisation, colour in _ORGANISATIONS.items():
-        if organisation in organisations:
-            label = f"matrix core, {organisation.replace('_', '-')}"
-            handles.append(patch(color=colour, label=label))
+    if len(passes) < len(records):
+        handles.append(patch(color=_CORE, label="matrix core"))
     figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     first = records[0]
     figure.supxlabel(

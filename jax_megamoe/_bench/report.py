@@ -26,7 +26,6 @@ IDENTITY = (
     "gpus",
     "tokens_per_gpu",
     "product",
-    "organisation",
     "device",
 )
 
@@ -86,7 +85,7 @@ def line(record: Record) -> str:
     """Returns a record in one line, without its shape."""
     what = record["implementation"] + " " + record["precision"]
     if record["pass"] == "matrix_core":
-        what = f"{record['product']} {record['organisation']}"
+        what = record["product"]
     head = f"{record['pass']:11s} {record['routing']:11s} {record['gpus']:4d} {what:23s}"
     if record.get("error"):
         return f"{head} {record['error']}"
