@@ -1,6 +1,6 @@
 // The backward pass of one round as one persistent kernel, organised as the forward one
-// (experts.cuh): a loader thread, a puller warp, two multiplying and storing warpgroups; and two
-// warps that combine.
+// (experts.cuh): a placing and a loader thread, a puller warp, two multiplying and storing
+// warpgroups; and a warp that combines, with the puller's when that is done.
 //
 //   pull         x and dy rows -> pools
 //   recompute    x_pool @ w_gate, w_up                     -> gate_pool, up_pool
