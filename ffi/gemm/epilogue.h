@@ -92,7 +92,7 @@ __device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s
 
 // Results leave through shared memory of each consumer warp, in blocks of 16 rows x 128 bytes: by
 // TMA where rows lie together (store_block), which takes fewer instructions and registers, else so
-// that eight lanes store 128 contiguous bytes of a row (store_rows). On H200 the rate was measured
+// that eight lanes store 128 contiguous bytes of a row (for_rows). On H200 the rate was measured
 // to be about the same.
 constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
 constexpr int kBufferBytes = 16 * 128;
@@ -136,16 +136,6 @@ __device__ __forceinline__ void for_rows(const uint8_t* buffer, const Copy& copy
     copy(i, *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8)));
   }
   __syncwarp();
-}
-
-// Stores the buffer's rows `offset` bytes from `to`, if they are `inside` the matrix. (A branch
-// around an epilogue's parts would make the compiler move accumulators.)
-template <int kUnroll = 2>
-__device__ __forceinline__ void store_rows(const uint8_t* buffer, const RowAddress& to,
-                                           int offset = 0, bool inside = true) {
-  for_rows<kUnroll>(buffer, [&](int i, const uint4& bytes) {
-    if (inside) *reinterpret_cast<uint4*>(to.first + offset + i * to.step) = bytes;
-  });
 }
 
 // Where this lane's part of the j-th 16 columns goes in the buffer, see store_16_columns.
@@ -228,7 +218,9 @@ __device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buf
   }
 }
 
-// store_rows for rows of f32; with `add`, onto what is there.
+// Stores the buffer's rows of f32 `offset` bytes from `to`, if they are `inside` the matrix; with
+// `add`, onto what is there. (A branch around an epilogue's parts would make the compiler move
+// accumulators.)
 __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowAddress& to,
                                                int offset, bool inside, bool add) {
   for_rows<1>(buffer, [&](int i, const uint4& bytes) {
