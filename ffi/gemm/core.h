@@ -11,7 +11,6 @@
 // 128 up columns between the warpgroups instead leaves the tensor cores idle in its epilogue.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cutlass/arch/barrier.h>
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // From accumulator registers to memory.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cutlass/arch/barrier.h>
 

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "ffi/gemm/tensor_map.h"
 #include "ffi/kernels/experts_backward.cuh"
 #include "ffi/kernels/stages.h"

@@ -10,7 +10,6 @@
 namespace megamoe {
 
 struct Combine;
-struct PlanArgs;
 
 // One call on its way onto a stream.
 class Launch {
