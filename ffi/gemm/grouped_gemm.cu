@@ -243,6 +243,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
     check(encode_k_major(&maps.b0, call.b0, call.groups, h, i, kTileN));
     check(encode_k_major(&maps.b1, call.b1, call.groups, h, i, kTileN));
   } else {
+    if (h % kTileM != 0) return "the weight gradient's H must be a multiple of 128";
     out_columns = i;
     geometry.row_tiles = static_cast<int>(h / kTileM);
     check(encode_mn_major(&maps.a0, call.a0, 1, call.rows, h, kTileM));

@@ -17,8 +17,8 @@ enum class Product : int32_t {
   kWeightGrad = 4,  // out[E,H,I] = x[rows of e]^T dg[rows of e]                     (dW)
 };
 
-// bf16 operands and result. Rows of group e are [128 tile_start[e], 128 tile_start[e + 1]); for
-// kWeightGrad rows beyond the group's own must be zero up to the next multiple of 64.
+// bf16 operands and result. Rows of group e are [128 tile_start[e], 128 tile_start[e + 1]). For
+// kWeightGrad those beyond the group's own must be zero, and H a multiple of 128.
 struct GroupedGemm {
   Product product;
   int64_t groups, rows, hidden, intermediate;
