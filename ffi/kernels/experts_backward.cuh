@@ -450,10 +450,10 @@ struct Backward {
   }
 
   // The accumulators go through shared memory, so that each lane has 8 columns of a row, as global
-  // memory has them: as fp16 over a power of two for each row and warp, which keeps 11 bits of the
-  // larger values. (bf16's 8 are too few for the routing weight's gradient, a sum with both signs;
-  // fp32 fits only in more steps, which took longer.) Rows of padding are zeros in the pools and
-  // stay zeros.
+  // memory has them: as fp16 over a power of two for each row of the tile, which keeps 11 bits of
+  // the larger values. (bf16's 8 are too few for the routing weight's gradient, a sum with both
+  // signs; fp32 fits only in more steps, which took longer.) Rows of padding are zeros in the pools
+  // and stay zeros.
   __device__ __forceinline__ void hidden_grad_tile(RingState<kTileSlots>& tile_ring,
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};

@@ -69,8 +69,8 @@ static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);
 enum Progress : int32_t {
   kArrivedX,        // pieces of x rows
   kArrivedDy,       // pieces of dy rows
-  kGateUpDone,      // parts of the gate/up tiles
-  kHiddenGradDone,  // column tiles of the gradients of the hidden activations
+  kGateUpDone,      // warps' parts of the gate/up tiles
+  kHiddenGradDone,  // warps' parts of the tiles of the gradients of the hidden activations
   kProgressCounters,
 };
 
@@ -80,9 +80,9 @@ struct DeviceLayout {
   int64_t row_weight;  // [max_pool_rows] f32, routing weight of each pool row
   int64_t row_target;  // [max_pool_rows] address of the row's place in its home's return buffer
   int64_t counters;    // [4][capacity tiles] int32, zero at the start of a round: see `Progress`
-  // Backward pass only.
-  int64_t
-      partial_dots;  // [capacity rows, column tiles of dA] f32 parts of the routing-weight gradient
+  // Backward pass only: [capacity rows, column tiles of dA] f32, parts of the gradient of each
+  // row's routing weight.
+  int64_t partial_dots;
   int64_t bytes;
 
   static DeviceLayout For(const WorkspaceShape& shape) {
