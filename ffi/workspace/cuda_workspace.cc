@@ -144,6 +144,10 @@ std::string allocate_blocks(const WorkspaceShape& shape, const std::vector<int>&
     return "there are " + std::to_string(devices.size()) + " GPUs; at most " +
            std::to_string(kMaxDevices) + " can share a workspace";
   }
+  if (!shape.plan.fits_int32()) {
+    return "ranks x tokens x top_k is " + std::to_string(shape.plan.slots()) +
+           "; with padding it must stay below 2**31";
+  }
   const DeviceGuard guard;
   const std::set<int> distinct(devices.begin(), devices.end());
   Status check;
