@@ -6,6 +6,7 @@ namespace megamoe {
 namespace {
 
 static_assert(sizeof(Backward::Shared) <= 232448);
+static_assert(DeviceLayout::kTileColumns == kTileN);
 
 std::string encode_maps(const BackwardCall& call, const Launch& launch, BackwardMaps& maps) {
   const int64_t capacity = call.shape.plan.capacity_rows;

@@ -85,6 +85,8 @@ struct DeviceLayout {
   int64_t partial_dots;
   int64_t bytes;
 
+  static constexpr int kTileColumns = 192;  // of the matrix core, kTileN
+
   static DeviceLayout For(const WorkspaceShape& shape) {
     DeviceLayout at{};
     at.common = WorkspaceLayout::For(shape);
@@ -99,7 +101,8 @@ struct DeviceLayout {
     at.row_weight = take(rows * 4);
     at.row_target = take(rows * 8);
     at.counters = take(kProgressCounters * tiles * 4);
-    at.partial_dots = take(tiles * kTileM * ((shape.intermediate + 191) / 192) * 4);
+    const int64_t column_tiles = (shape.intermediate + kTileColumns - 1) / kTileColumns;
+    at.partial_dots = take(tiles * kTileM * column_tiles * 4);
     at.bytes = end;
     return at;
   }
