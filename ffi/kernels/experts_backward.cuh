@@ -325,7 +325,9 @@ struct Backward {
     const int lane = threadIdx.x % 32;
     const bool here = lane >= args.shape.ranks ||
                       load_acquire_system(&args.board->pushed[lane]) >= args.board->epoch;
-    return __all_sync(~0u, here);
+    const bool all = __all_sync(~0u, here);
+    __syncwarp();  // orders memory, as a vote does not: what one lane has acquired, all may read
+    return all;
   }
 
   __device__ bool ending() const {
