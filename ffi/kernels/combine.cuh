@@ -1,32 +1,15 @@
 // The sum over a token's slots at its home rank.
 #pragma once
 
-#include <cuda_bf16.h>
-
 #include <cstdint>
 
+#include "ffi/gemm/pack.h"
 #include "ffi/workspace/device_block.h"
 
 namespace megamoe {
 
-__device__ __forceinline__ void add_bf16x8(float (&sum)[8], const uint4& packed) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    sum[2 * i] += __uint_as_float(words[i] << 16);
-    sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
-  }
-}
-
 __device__ __forceinline__ void store_row(__nv_bfloat16* to, const float (&sum)[8]) {
-  uint4 packed;
-  uint32_t* words = &packed.x;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-    words[i] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  *reinterpret_cast<uint4*>(to) = packed;
+  *reinterpret_cast<uint4*>(to) = pack_bf16x8(sum);
 }
 
 __device__ __forceinline__ void store_row(float* to, const float (&sum)[8]) {
@@ -63,7 +46,12 @@ struct Combine {
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (routed >> (first + i) & 1) add_bf16x8(sum, part[i]);
+          if (routed >> (first + i) & 1) {
+            float values[8];
+            unpack_bf16x8(part[i], values);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) sum[j] += values[j];
+          }
         }
       }
       const int64_t at = int64_t{t} * hidden + column;
