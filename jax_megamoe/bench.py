@@ -22,6 +22,7 @@ import jax
 from jax_megamoe._bench import core, layer, report, timing
 from jax_megamoe.config import MoEConfig
 
+_PROGRAM = "python -m jax_megamoe.bench"
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("ffi", "xla")
 _PEER = "torch"
@@ -35,9 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         records = report.read(options.read or appended)
     except ValueError as error:
-        sys.exit(f"python -m jax_megamoe.bench: {error}")
+        sys.exit(f"{_PROGRAM}: {error}")
     if options.read:
-        records = report.newest(records)
+        records = report.newest(report.of_layers(records))
+        if not records:
+            files = ", ".join(map(str, options.read))
+            sys.exit(f"{_PROGRAM}: read is {files}: no record there is of a layer")
         print(report.table(records))
     else:
         earlier = len(records)
@@ -52,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot:
         from jax_megamoe._bench import plot
 
-        plot.draw(report.newest(records), options.plot)
+        try:
+            plot.draw(report.newest(report.of_layers(records)), options.plot)
+        except (ValueError, OSError) as error:
+            sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
     return 0
 
 
@@ -198,7 +205,7 @@ def _make_routing(mesh, name, tokens, routing):
 
 def _parse(arguments):
     parser = argparse.ArgumentParser(
-        prog="python -m jax_megamoe.bench",
+        prog=_PROGRAM,
         description="Times the layer, forward and backward, in every implementation against a "
         "dense bf16 product of the same FLOPs. Lists are separated by commas.",
     )
@@ -273,7 +280,12 @@ def _list_of(choices):
 
 
 def _counts(text):
-    values = tuple(int(value) for value in text.split(","))
+    try:
+        values = tuple(int(value) for value in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers separated by commas"
+        ) from None
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
     return values

@@ -164,6 +164,27 @@ def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_pat
             bench.main(arguments)
     with pytest.raises(SystemExit, match="missing.json cannot be read: .* No such file"):
         bench.main(["--read", str(tmp_path / "missing.json")])
+    broken.write_text("[1]")
+    with pytest.raises(SystemExit, match="broken.json holds no list of records"):
+        bench.main(["--read", str(broken)])
+
+
+def test_records_of_training_steps_are_no_part_of_the_table(tiny, tmp_path, capsys):
+    training = tmp_path / "training.json"
+    report.write(training, [{"shape": "tiny", "pass": "training_step", "gpus": 2}])
+    layers = str(tiny[0] / "out" / "tiny.json")
+    bench.main(["--read", layers])
+    table = capsys.readouterr().out
+    bench.main(["--read", str(training), layers])
+    assert capsys.readouterr().out == table
+    with pytest.raises(SystemExit, match="training.json: no record there is of a layer"):
+        bench.main(["--read", str(training)])
+
+
+def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path):
+    layers, picture = str(tiny[0] / "out" / "tiny.json"), str(tmp_path / "picture.foo")
+    with pytest.raises(SystemExit, match="plot is .*picture.foo: Format 'foo' is not supported"):
+        bench.main(["--read", layers, "--plot", picture])
 
 
 @pytest.mark.parametrize(
@@ -172,6 +193,7 @@ def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_pat
         (["--shapes=qwen"], "'qwen' is none of 'qwen3-30b-a3b'"),
         (["--passes=forward,inference"], "'inference' is none of"),
         (["--gpus=0"], "number below 1"),
+        (["--gpus=1,,2"], "must be whole numbers separated by commas"),
         (["--tokens=0"], "tokens is 0"),
         (["--shapes=qwen3-30b-a3b"], "shapes is qwen3-30b-a3b and JAX runs on 'cpu'"),
     ],

@@ -29,6 +29,9 @@ IDENTITY = (
     "device",
 )
 
+# What the table and the pictures need of a record.
+_LAYER_KEYS = {*IDENTITY, "ms", "dense_ms", "ratio", "peak_bytes"} - {"product"}
+
 
 def environment(commit: str | None) -> Record:
     """Returns the keys that all records of a run share; `commit` None asks git."""
@@ -55,7 +58,7 @@ def read(paths: Sequence[pathlib.Path]) -> list[Record]:
     """Returns the records of all files, in their order.
 
     Raises:
-      ValueError: a file cannot be read or does not hold a list.
+      ValueError: a file cannot be read or does not hold a list of records.
     """
     records = []
     for path in paths:
@@ -63,10 +66,15 @@ def read(paths: Sequence[pathlib.Path]) -> list[Record]:
             found = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
-        if not isinstance(found, list):
+        if not (isinstance(found, list) and all(isinstance(record, dict) for record in found)):
             raise ValueError(f"{path} holds no list of records")
         records += found
     return records
+
+
+def of_layers(records: Sequence[Record]) -> list[Record]:
+    """Returns those of a layer or of the matrix core: what the table and the picture show."""
+    return [record for record in records if record.keys() >= _LAYER_KEYS]
 
 
 def write(path: pathlib.Path, records: Sequence[Record]) -> None:
