@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, or reads earlier results; prints the table, and writes and draws the records."""
     options = _parse(arguments)
     appended = [options.out] if options.out and options.out.exists() else []
+    plot = _plot_module(options)
     try:
         records = report.read(options.read or appended)
     except ValueError as error:
@@ -53,14 +54,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.out:
                 report.write(options.out, records)
         print(report.table(records[earlier:]))
-    if options.plot:
-        from jax_megamoe._bench import plot
-
+    if plot:
         try:
             plot.draw(report.newest(report.of_layers(records)), options.plot)
         except (ValueError, OSError) as error:
             sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
     return 0
+
+
+def _plot_module(options):
+    """What draws the picture, if one is wanted; asked for before hours of measuring."""
+    if not options.plot:
+        return None
+    try:
+        from jax_megamoe._bench import plot
+    except ModuleNotFoundError as error:
+        sys.exit(f"{_PROGRAM}: plot is {options.plot} and needs {error.name}, which is missing")
+    return plot
 
 
 def _measure(options, environment) -> Iterator[report.Record]:

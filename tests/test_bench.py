@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from cases import require_ffi
 
-from jax_megamoe import MoEConfig, bench
+from jax_megamoe import MoEConfig, _bench, bench
 from jax_megamoe._bench import layer, report, timeline, timing
 from jax_megamoe._bench.core import PRODUCTS
 
@@ -181,10 +181,15 @@ def test_records_of_training_steps_are_no_part_of_the_table(tiny, tmp_path, caps
         bench.main(["--read", str(training)])
 
 
-def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path):
+def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path, monkeypatch):
     layers, picture = str(tiny[0] / "out" / "tiny.json"), str(tmp_path / "picture.foo")
     with pytest.raises(SystemExit, match="plot is .*picture.foo: Format 'foo' is not supported"):
         bench.main(["--read", layers, "--plot", picture])
+    monkeypatch.delitem(sys.modules, "jax_megamoe._bench.plot")
+    monkeypatch.delattr(_bench, "plot")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="plot is .*picture.foo and needs matplotlib"):
+        bench.main(["--tiny", "--plot", picture])
 
 
 @pytest.mark.parametrize(
