@@ -10,8 +10,9 @@ namespace megamoe {
 
 constexpr int kMaxDevices = 16;
 constexpr int kMaxLocalExperts = 256;
-constexpr int kMaxTopK = 32;            // a warp handles a token's slots in one step
-constexpr int kHeadRows = 48 * kTileM;  // PlanShape::head_rows: more than the CTAs' first tiles
+constexpr int kMaxTopK = 32;  // a warp handles a token's slots in one step
+// PlanShape::head_rows: more than the CTAs' first tiles have in the layers of Qwen3-MoE.
+constexpr int kHeadRows = 48 * kTileM;
 
 // What a waiting kernel writes before it stops, in memory that the host can read at any time.
 struct Failure {
