@@ -148,6 +148,11 @@ std::string allocate_blocks(const WorkspaceShape& shape, const std::vector<int>&
     return "ranks x tokens x top_k is " + std::to_string(shape.plan.slots()) +
            "; with padding it must stay below 2**31";
   }
+  if (shape.plan.top_k > kMaxTopK || shape.plan.local_experts > kMaxLocalExperts) {
+    return "a token has " + std::to_string(shape.plan.top_k) + " slots and a rank " +
+           std::to_string(shape.plan.local_experts) + " experts; the kernels take at most " +
+           std::to_string(kMaxTopK) + " and " + std::to_string(kMaxLocalExperts);
+  }
   const DeviceGuard guard;
   const std::set<int> distinct(devices.begin(), devices.end());
   Status check;
