@@ -178,4 +178,4 @@ def main(argv=None) -> list[records.Record]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(all("error" in made for made in main()))

@@ -1,6 +1,9 @@
 """examples/benchmark_training.py: records of runs that end, fail, stop or do not fit."""
 
 import json
+import runpy
+import subprocess
+import sys
 
 import benchmark_training as bench
 import pytest
@@ -107,3 +110,12 @@ def test_a_process_that_trains_and_one_that_cannot(tmp_path):
     failed = bench.run(tmp_path / "failed", [*options, "--lr=-1"], 200)
     assert failed.settings == {} and failed.metrics == []
     assert failed.error == "train_qwen3_moe.py: --lr is -1.0; it must be a finite number above 0"
+
+
+def test_the_exit_status_tells_that_no_run_ended_well(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "ValueError: no\n", "")
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    monkeypatch.setattr(sys, "argv", [bench.__file__, "--commit=abc", "--implementations=xla"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(bench.__file__, run_name="__main__")
+    assert stop.value.code == 1
