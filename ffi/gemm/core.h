@@ -29,6 +29,7 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 constexpr int kBlockK = 64;  // one 128-byte swizzle row of bf16
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerWarpgroups = 2;
+constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroup / 32;
 constexpr int kThreads = kWarpgroup * (1 + kConsumerWarpgroups);
 
 constexpr int kTileN = 192;
@@ -99,8 +100,9 @@ __device__ __forceinline__ void wgmma(uint64_t a, uint64_t b, float* d, bool acc
             accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
-// Accumulators of a thread. A kernel whose products differ must not keep two such arrays alive:
-// wgmma reads its accumulators even where it ignores them, so both would hold registers.
+// Accumulators of a thread. Each tile of the layer's kernels has its own array, set to zero: wgmma
+// reads its accumulators even where it ignores them, so an array kept from tile to tile would hold
+// its registers through the epilogue.
 constexpr int kAccumulators = kRowBlocks * kTileN / 2;
 
 __device__ __forceinline__ void fence_accumulators(float* d) {

@@ -65,7 +65,6 @@ __device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s
 // TMA where rows lie together (store_block), which takes fewer instructions and registers, else so
 // that eight lanes store 128 contiguous bytes of a row (for_rows). On H200 the rate was measured
 // to be about the same.
-constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
 constexpr int kBufferBytes = 16 * 128;
 constexpr int kWarpBuffers = 3;
 

@@ -251,7 +251,7 @@ std::string launch(const GroupedGemm& call, cudaStream_t stream) {
   }
   const int64_t out_rows = kProduct == Product::kWeightGrad ? call.groups * h : call.rows;
   check(encode_k_major(&maps.out, call.out, 1, out_rows, out_columns, kBlockRows));
-  geometry.column_tiles = static_cast<int>((out_columns + kTileN - 1) / kTileN);
+  geometry.column_tiles = column_tiles(static_cast<int>(out_columns));
   geometry.out_columns = static_cast<int>(out_columns);
   if (!error.empty()) return error;
 

@@ -56,7 +56,7 @@ struct TileRing {
   __device__ void init() {
     for (int s = 0; s < kSlots; ++s) {
       full[s].init(1);
-      empty[s].init(kConsumerWarpgroups * 4 + 1);
+      empty[s].init(kConsumerWarps + 1);
     }
   }
   // One thread.
