@@ -131,14 +131,21 @@ __device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index
   if (threadIdx.x % 32 == 0) stages.empty[index].arrive();
 }
 
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
 // Multiplies `k_blocks` stages of the ring into d[kAccumulators]; of the tile's row blocks, the
-// first kUsedBlocks. `warpgroup` is the consumer's number, 0 or 1.
-template <Major kA, Major kB, int kUsedBlocks = kRowBlocks, int kStages>
+// first kUsedBlocks. `warpgroup` is the consumer's number, 0 or 1. taken() is called when its turn
+// has come.
+template <Major kA, Major kB, int kUsedBlocks = kRowBlocks, int kStages, class Taken = Nothing>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
-                                         uint32_t warpgroup, int k_blocks, float* d) {
+                                         uint32_t warpgroup, int k_blocks, float* d,
+                                         const Taken& taken = {}) {
   using Atom = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
   fence_accumulators(d);
   Turns::take(warpgroup);
+  taken();
 #pragma unroll 1
   for (int kb = 0; kb < k_blocks; ++kb) {
     stages.full[ring.index()].wait(ring.phase());
@@ -167,14 +174,14 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
 }
 
 // The same for a tile of `rows` rows that are not padding.
-template <Major kA, Major kB, int kStages>
+template <Major kA, Major kB, int kStages, class Taken = Nothing>
 __device__ __forceinline__ void multiply_rows(Stages<kStages>& stages, RingState<kStages>& ring,
-                                              uint32_t warpgroup, int rows, int k_blocks,
-                                              float* d) {
+                                              uint32_t warpgroup, int rows, int k_blocks, float* d,
+                                              const Taken& taken = {}) {
   if (rows > kTileM / kRowBlocks) {
-    multiply<kA, kB>(stages, ring, warpgroup, k_blocks, d);
+    multiply<kA, kB>(stages, ring, warpgroup, k_blocks, d, taken);
   } else {
-    multiply<kA, kB, 1>(stages, ring, warpgroup, k_blocks, d);
+    multiply<kA, kB, 1>(stages, ring, warpgroup, k_blocks, d, taken);
   }
 }
 

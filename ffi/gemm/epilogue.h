@@ -139,17 +139,17 @@ struct GateExchange {
   static __device__ __forceinline__ uint8_t* block(WarpBuffers& buffers, int b) {
     return buffers.blocks[0][0] + (thread_here() % kWarpgroup / 32 * kBlocks + b) * kBufferBytes;
   }
-  // By warpgroup 1, before the first tile and when it is done with a tile's blocks.
+  // By warpgroup 1 when it has taken its turn: its epilogue before is over. Also once at the end,
+  // if warpgroup 0 had the last tile. (Arriving sooner, it could arrive twice for one wait.)
   static __device__ __forceinline__ void release() {
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kFree);
   }
-  // By warpgroup 0, before it gives gates, and after its last tile.
+  // By warpgroup 0 in each of its epilogues, before it uses buffers.
   static __device__ __forceinline__ void wait_until_free() {
     cutlass::arch::NamedBarrier::sync(2 * kWarpgroup, kFree);
   }
   // By warpgroup 0.
   static __device__ __forceinline__ void give(WarpBuffers& buffers, const float* acc) {
-    wait_until_free();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) fill_64_columns(acc + 32 * b, block(buffers, b));
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kFull);

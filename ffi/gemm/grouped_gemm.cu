@@ -148,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     RingState<kTileSlots> tile_ring;
     float acc[kAccumulators] = {};
     Turns::start(warpgroup);
-    if (kProduct == Product::kGateUp && warpgroup == 1) GateExchange::release();
     for (;; shared.tiles.next(tile_ring)) {
       const int k_blocks = shared.tiles.peek(tile_ring).k_blocks;
       if (k_blocks < 0) break;
@@ -161,9 +160,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (float& value : acc) value = 0.0f;
       }
       multiply<Majors<kProduct>::kA, Majors<kProduct>::kB>(
-          shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).k_blocks, acc);
+          shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).k_blocks, acc, [] {
+            if (kProduct == Product::kGateUp && warpgroup_here() == 1) GateExchange::release();
+          });
       const Work& work = shared.tiles.here(tile_ring);
       if (kProduct == Product::kGateUp && warpgroup_here() == 0) {
+        GateExchange::wait_until_free();
         GateExchange::give(shared.buffers, acc);
         continue;
       }
@@ -198,10 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                       column + 64 * c < geometry.out_columns);
         }
       }
-      if (kProduct == Product::kGateUp) {
-        wait_for_buffer<1>();
-        GateExchange::release();
-      }
+      if (kProduct == Product::kGateUp) wait_for_buffer<1>();
     }
     wait_bulk_stores<0>();
   }

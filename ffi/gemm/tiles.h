@@ -1,47 +1,13 @@
-// Order of the output tiles of a grouped product, and their hand-over inside a CTA.
+// The output tiles' hand-over inside a CTA.
 #pragma once
 
 #include "ffi/gemm/core.h"
+#include "ffi/plan/tile_order.h"
 
 namespace megamoe {
 
-// Row tiles of a group that are walked before the next column tile. Within such a block m runs
-// fastest, so that the CTAs at work at one time share few weight tiles and few row tiles; an
-// unbounded block would re-read all rows of a very large group for every column tile.
-constexpr int kBlockTiles = 16;
-
 __host__ __device__ constexpr int column_tiles(int columns) {
   return (columns + kTileN - 1) / kTileN;
-}
-
-struct TilePlace {
-  int group;
-  int m;  // row tile, counted through all groups
-  int n;  // column tile
-};
-
-// Place of tile `index` of a product with `column_tiles` column tiles; group g has the row tiles
-// [tile_start[g], tile_start[g + 1]).
-__device__ __forceinline__ TilePlace place_tile(const int* tile_start, int groups, int column_tiles,
-                                                int index) {
-  const int m_before = index / column_tiles;
-  int low = 0, high = groups;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    if (tile_start[middle] <= m_before) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  const int first = tile_start[low];
-  const int tiles = tile_start[low + 1] - first;
-  const int in_group = index - first * column_tiles;
-  const int block = in_group / (kBlockTiles * column_tiles);
-  const int in_block = in_group - block * kBlockTiles * column_tiles;
-  const int left = tiles - block * kBlockTiles;
-  const int block_tiles = left < kBlockTiles ? left : kBlockTiles;
-  return {low, first + block * kBlockTiles + in_block % block_tiles, in_block / block_tiles};
 }
 
 // Ring of tiles on their way from the thread that places them to the loader thread and the consumer

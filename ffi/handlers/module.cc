@@ -13,6 +13,7 @@
 
 #include "ffi/handlers/host_handlers.h"
 #include "ffi/plan/host_plan.h"
+#include "ffi/plan/tile_order.h"
 #include "ffi/workspace/device_block.h"
 #include "ffi/workspace/host_workspace.h"
 #include "ffi/workspace/layout.h"
@@ -227,6 +228,20 @@ nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity
   return result;
 }
 
+// The order of `Waves`, as tuples (second, group, m, n).
+nb::list TileOrder(const std::vector<int>& tile_start, int first_columns, int second_columns,
+                   int wave_tiles) {
+  Waves waves(tile_start.data(), static_cast<int>(tile_start.size()) - 1, first_columns,
+              second_columns, wave_tiles);
+  nb::list order;
+  bool second;
+  TilePlace at;
+  for (int i = 0; waves.find(i, &second, &at); ++i) {
+    order.append(nb::make_tuple(second, at.group, at.m, at.n));
+  }
+  return order;
+}
+
 }  // namespace
 
 NB_MODULE(_ffi, m) {
@@ -273,6 +288,8 @@ NB_MODULE(_ffi, m) {
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged"_a = false);
   m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a,
         "head_rows"_a = 0);
+  m.def("tile_order", TileOrder, "tile_start"_a, "first_columns"_a, "second_columns"_a,
+        "wave_tiles"_a);
 }
 
 }  // namespace megamoe

@@ -9,8 +9,11 @@
 //             the up tile of the same place, whose epilogue needs the gates
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
 //
-// All gate/up tiles are claimed before all down tiles, each by one atomic counter, so a tile only
-// waits for tiles that a running CTA has claimed before it.
+// Tiles are claimed in order, each by one atomic counter, so a tile only waits for tiles that a
+// running CTA has claimed before it. The order goes in waves of experts, the down tiles of a wave
+// after the gate/up tiles of the next one: the activations are read while they are in L2, and the
+// pushes are spread over the whole kernel, since in the down projection alone they would be more
+// than a link carries.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -49,7 +52,7 @@ struct ExpertsArgs {
   float swiglu_limit;
 };
 
-enum class Kind : int32_t { kGate, kUp, kDown, kEnd };
+enum class Kind : int32_t { kGate, kUp, kDown, kNothing, kEnd };
 
 struct Work {
   Kind kind;
@@ -90,16 +93,10 @@ struct Experts {
 
   // ---- placing thread -------------------------------------------------------------------------
 
-  __device__ Work place_work(int index) const {
-    const int experts = args.shape.local_experts;
-    const int tiles = shared.tile_start[experts];
-    const int gate_up = tiles * gate_up_columns();
-    const int down_columns = column_tiles(args.hidden);
-    const bool down = index >= gate_up;
-    if (down) index -= gate_up;
-    if (down && index >= tiles * down_columns) return {Kind::kEnd, {}, 0};
-    const TilePlace place =
-        place_tile(shared.tile_start, experts, down ? down_columns : gate_up_columns(), index);
+  __device__ Work place_work(int index, Waves& waves) const {
+    bool down;
+    TilePlace place;
+    if (!waves.find(index, &down, &place)) return {Kind::kEnd, {}, 0};
     return {down ? Kind::kDown : Kind::kGate, place,
             min(kTileM, shared.row_end[place.group] - place.m * kTileM)};
   }
@@ -120,15 +117,28 @@ struct Experts {
   __device__ void place() {
     const Pieces pieces(args.hidden);
     RingState<kTileSlots> tile_ring;
+    // About two gate/up tiles a CTA in a wave: fewer, and down tiles wait for the wave's last ones.
+    const int wave_tiles = max(1, 2 * static_cast<int>(gridDim.x) / gate_up_columns());
+    Waves waves(shared.tile_start, args.shape.local_experts, gate_up_columns(),
+                column_tiles(args.hidden), wave_tiles);
     for (;;) {
-      Work work = place_work(atomicAdd(&args.board->tile_claim, 1));
+      Work work = place_work(atomicAdd(&args.board->tile_claim, 1), waves);
       if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
+      // Gate tiles are warpgroup 0's.
+      if (work.kind == Kind::kGate && tile_ring.count % 2 == 1) {
+        shared.tiles.push(tile_ring, {Kind::kNothing, {}, 0});
+      }
       shared.tiles.push(tile_ring, work);
       if (work.kind == Kind::kEnd) return;
       if (work.kind != Kind::kGate) continue;
       work.kind = Kind::kUp;
       shared.tiles.push(tile_ring, work);
     }
+  }
+
+  __device__ int k_blocks(Kind kind) const {
+    if (kind == Kind::kNothing) return 0;
+    return (kind == Kind::kDown ? args.intermediate : args.hidden) / kBlockK;
   }
 
   // ---- loader thread --------------------------------------------------------------------------
@@ -155,8 +165,8 @@ struct Experts {
     for (;; shared.tiles.next_of_thread(tile_ring)) {
       const Work work = shared.tiles.peek(tile_ring);
       if (work.kind == Kind::kEnd) return;
-      const int k_blocks = (work.kind == Kind::kDown ? args.intermediate : args.hidden) / kBlockK;
-      for (int kb = 0; kb < k_blocks; ++kb) {
+      const int blocks = k_blocks(work.kind);
+      for (int kb = 0; kb < blocks; ++kb) {
         shared.stages.empty[ring.index()].wait(ring.phase() ^ 1);
         load_stage(work, kb, ring.index());
         ring.advance();
@@ -193,6 +203,7 @@ struct Experts {
     float acc[kAccumulators] = {};
     multiply_rows<Major::K, Major::MN>(shared.stages, ring, 0, shared.tiles.here(tile_ring).rows,
                                        args.hidden / kBlockK, acc);
+    GateExchange::wait_until_free();
     GateExchange::give(shared.buffers, acc);
   }
 
@@ -201,7 +212,7 @@ struct Experts {
                                           RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
     multiply_rows<Major::K, Major::MN>(shared.stages, ring, 1, shared.tiles.here(tile_ring).rows,
-                                       args.hidden / kBlockK, acc);
+                                       args.hidden / kBlockK, acc, [] { GateExchange::release(); });
     const Work& work = shared.tiles.here(tile_ring);
     GateExchange::wait_until_full();
 #pragma unroll
@@ -222,7 +233,6 @@ struct Experts {
                   m * 64 < work.rows && column < args.intermediate);
     }
     wait_for_buffer<1>();
-    GateExchange::release();
     announce(&args.activated[work.place.m]);
   }
 
@@ -231,9 +241,12 @@ struct Experts {
     float acc[kAccumulators] = {};
     multiply_rows<Major::K, Major::MN>(shared.stages, ring, warpgroup_here(),
                                        shared.tiles.here(tile_ring).rows,
-                                       args.intermediate / kBlockK, acc);
+                                       args.intermediate / kBlockK, acc, [] {
+                                         if (warpgroup_here() == 1) GateExchange::release();
+                                       });
     const Work& work = shared.tiles.here(tile_ring);
-    const int warp = threadIdx.x % kWarpgroup / 32;
+    if (warpgroup_here() == 0) GateExchange::wait_until_free();
+    const int warp = thread_here() % kWarpgroup / 32;
     uint8_t* buffer = shared.buffers.here();
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
@@ -246,47 +259,35 @@ struct Experts {
     }
   }
 
-  // Of the tiles before the first down tile, this warpgroup's: run(), and the others passed over.
-  template <class Run>
-  __device__ __forceinline__ void gate_up_tiles(Kind kind, RingState<kTileSlots>& tile_ring,
-                                                RingState<kStages>& ring, const Run& run) {
-    for (;; shared.tiles.next(tile_ring)) {
-      const Kind next = shared.tiles.peek(tile_ring).kind;
-      if (next == kind) {
-        run();
-      } else if (next == Kind::kGate || next == Kind::kUp) {
-        ring.advance(args.hidden / kBlockK);
-      } else {
-        return;
-      }
-    }
-  }
-
-  // All gate/up tiles come before all down tiles.
+  // The warpgroups take tiles in turn.
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
     copy_head<1>(args, first_row());
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
-    if (warpgroup == 0) {
-      gate_up_tiles(Kind::kGate, tile_ring, ring, [&] { gate_tile(tile_ring, ring); });
-      GateExchange::wait_until_free();
-    } else {
-      GateExchange::release();
-      gate_up_tiles(Kind::kUp, tile_ring, ring, [&] { up_tile(tile_ring, ring); });
-    }
-    mark(1);
     for (;; shared.tiles.next(tile_ring)) {
-      if (shared.tiles.peek(tile_ring).kind == Kind::kEnd) break;
-      if (tile_ring.count % 2 == warpgroup_here()) {
+      const Kind kind = shared.tiles.peek(tile_ring).kind;
+      if (kind == Kind::kEnd) break;
+      if (tile_ring.count % 2 != warpgroup_here()) {
+        ring.advance(k_blocks(kind));
+        continue;
+      }
+      if (kind == Kind::kGate) {
+        gate_tile(tile_ring, ring);
+      } else if (kind == Kind::kUp) {
+        up_tile(tile_ring, ring);
+      } else if (kind == Kind::kDown) {
         down_tile(tile_ring, ring);
       } else {
-        ring.advance(args.intermediate / kBlockK);
+        Turns::take(1);
+        GateExchange::release();
+        Turns::pass(1);
       }
     }
+    if (warpgroup_here() == 1 && tile_ring.count % 2 == 1) GateExchange::release();
     __threadfence_system();
-    mark(2);
+    mark(1);
   }
 };
 
