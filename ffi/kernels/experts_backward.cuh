@@ -453,7 +453,7 @@ struct Backward {
 
   // The accumulators go through shared memory, so that each lane has 8 columns of a row, as global
   // memory has them: as fp16 over a power of two for each row of the tile, which keeps 11 bits of
-  // the larger values. (bf16's 8 are too few for the routing weight's gradient, a sum with both
+  // all but tiny values. (bf16's 8 are too few for the routing weight's gradient, a sum with both
   // signs; fp32 fits only in more steps, which took longer.) Rows of padding are zeros in the pools
   // and stay zeros.
   __device__ __forceinline__ void hidden_grad_tile(RingState<kTileSlots>& tile_ring,
@@ -475,9 +475,10 @@ struct Backward {
         }
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 1u), 253u);
-        scale[h] = __uint_as_float((254 - exponent) << 23);
-        unit[h] = __uint_as_float(exponent << 23);
+        // The largest becomes 2^14 to 2^15, so that values down to 2^-29 of it keep 11 bits.
+        const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 254u);
+        scale[h] = __uint_as_float((268 - exponent) << 23);
+        unit[h] = __uint_as_float((exponent - 14) << 23);
       }
       __syncwarp();
 #pragma unroll
