@@ -246,17 +246,8 @@ struct Experts {
                                        });
     const Work& work = shared.tiles.here(tile_ring);
     if (warpgroup_here() == 0) GateExchange::wait_until_free();
-    const int warp = thread_here() % kWarpgroup / 32;
-    uint8_t* buffer = shared.buffers.here();
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      const int row = m * 64 + warp * 16 + lane_here() % 16;
-      const uint64_t target =
-          row < work.rows ? args.row_target[first_row() + work.place.m * kTileM + row] : 0;
-      if (m * 64 < work.rows) {
-        push_rows(acc + m * (kTileN / 2), buffer, target, work.place.n * kTileN, args.hidden);
-      }
-    }
+    push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.place.m * kTileM,
+              work.rows, work.place.n * kTileN, args.hidden);
   }
 
   // The warpgroups take tiles in turn.

@@ -460,7 +460,6 @@ struct Backward {
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
     multiply_tile<Major::K, Major::K>(tile_ring, ring, args.hidden / kBlockK, acc);
-    wait_for_buffer<1>();
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
       static_assert(kTileN / 64 == kWarpBuffers);
@@ -553,15 +552,8 @@ struct Backward {
     float acc[kAccumulators] = {};
     const Work& work =
         multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate / kBlockK, acc);
-    uint8_t* buffer = shared.buffers.here();
-#pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      const int row = first_of_block(m) + lane_here() % 16;
-      const uint64_t target = row < work.rows ? args.row_target[first_row() + work.row + row] : 0;
-      if (m * 64 < work.rows) {
-        push_rows(acc + m * (kTileN / 2), buffer, target, work.n * kTileN, args.hidden);
-      }
-    }
+    push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.row, work.rows,
+              work.n * kTileN, args.hidden);
   }
 
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
