@@ -139,8 +139,9 @@ struct GateExchange {
   static __device__ __forceinline__ uint8_t* block(WarpBuffers& buffers, int b) {
     return buffers.blocks[0][0] + (thread_here() % kWarpgroup / 32 * kBlocks + b) * kBufferBytes;
   }
-  // By warpgroup 1 when it has taken its turn: its epilogue before is over. Also once at the end,
-  // if warpgroup 0 had the last tile. (Arriving sooner, it could arrive twice for one wait.)
+  // By warpgroup 1 whenever it has taken its turn: its epilogue before is over, and warpgroup 0's
+  // wait before, too. (Arriving sooner, it could arrive twice for one wait.) The last turn must be
+  // warpgroup 1's.
   static __device__ __forceinline__ void release() {
     cutlass::arch::NamedBarrier::arrive(2 * kWarpgroup, kFree);
   }

@@ -124,8 +124,8 @@ struct Experts {
     for (;;) {
       Work work = place_work(atomicAdd(&args.board->tile_claim, 1), waves);
       if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
-      // Gate tiles are warpgroup 0's.
-      if (work.kind == Kind::kGate && tile_ring.count % 2 == 1) {
+      // Gate tiles are warpgroup 0's; the last tile is warpgroup 1's (GateExchange::release).
+      if (work.kind != Kind::kDown && tile_ring.count % 2 == 1) {
         shared.tiles.push(tile_ring, {Kind::kNothing, {}, 0});
       }
       shared.tiles.push(tile_ring, work);
@@ -276,7 +276,6 @@ struct Experts {
         Turns::pass(1);
       }
     }
-    if (warpgroup_here() == 1 && tile_ring.count % 2 == 1) GateExchange::release();
     __threadfence_system();
     mark(1);
   }
