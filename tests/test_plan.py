@@ -142,30 +142,25 @@ def test_capacity_must_be_whole_tiles(capacity_rows):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tiles_in_waves(seed):
-    """Every tile once; down tiles a wave after all gate/up tiles of their rows, before the next."""
+    """The down tiles of a wave of experts come after the gate/up tiles of the next one."""
     rng = np.random.default_rng(seed)
     for _ in range(100):
-        sizes = rng.choice([0, 0, 1, 2, 20], int(rng.integers(1, 17)))
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        first, second, wave = (
-            int(rng.integers(1, 5)),
-            int(rng.integers(1, 12)),
-            int(rng.integers(40)),
-        )
-        order = _runtime.load().tile_order(starts.tolist(), first, second, wave + 1)
-        tiles = [(g, m) for g in range(sizes.size) for m in range(starts[g], starts[g + 1])]
-        for down, columns in ((False, first), (True, second)):
-            want = [(g, m, n) for g, m in tiles for n in range(columns)]
-            assert sorted(o[1:] for o in order if o[0] == down) == want
-        seen, waves = set(), []
-        for down, _, m, n in order:
-            if down:
-                assert all((m, c) in seen for c in range(first))
-            else:
-                seen.add((m, n))
-            if not waves or waves[-1][0] != down:
-                waves.append((down, set()))
-            waves[-1][1].add(m)
-        gate_up, down = ([w[1] for w in waves if w[0] == kind] for kind in (False, True))
-        assert all(len(w) > wave for w in gate_up[1:-1])  # the first two come together
-        assert len(waves) < 4 or down[0] < gate_up[0]
+        sizes = rng.choice([0, 0, 1, 2, 20, 40], int(rng.integers(17))).tolist()
+        starts = np.cumsum([0, *sizes]).tolist()
+        first, second, wave_tiles = (int(rng.integers(1, high)) for high in (5, 12, 41))
+        waves = [[]]
+        for group in range(len(sizes)):
+            if sum(sizes[g] for g in waves[-1]) >= wave_tiles:
+                waves.append([])
+            waves[-1].append(group)
+        want = []
+        for wave, before in zip([*waves, []], [[], *waves], strict=True):
+            for down, groups, columns in ((False, wave, first), (True, before, second)):
+                want += [
+                    (down, g, m, n)
+                    for g in groups
+                    for block in range(starts[g], starts[g + 1], 16)
+                    for n in range(columns)
+                    for m in range(block, min(block + 16, starts[g + 1]))
+                ]
+        assert _runtime.load().tile_order(starts, first, second, wave_tiles) == want
