@@ -474,7 +474,7 @@ struct Backward {
         }
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        // The largest becomes 2^14 to 2^15, so that values down to 2^-29 of it keep 11 bits.
+        // The largest becomes 2^14 to 2^15, so that values down to 2^-28 of it keep 11 bits.
         const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 254u);
         scale[h] = __uint_as_float((268 - exponent) << 23);
         unit[h] = __uint_as_float((exponent - 14) << 23);
