@@ -10,10 +10,11 @@
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
 //
 // Tiles are claimed in order, each by one atomic counter, so a tile only waits for tiles that a
-// running CTA has claimed before it. The order goes in waves of experts, the down tiles of a wave
-// after the gate/up tiles of the next one: the activations are read while they are in L2, and the
-// pushes are spread over the whole kernel, since in the down projection alone they would be more
-// than a link carries.
+// running CTA has claimed before it. (A push may also wait for its CTA's next tile, but no other
+// CTA waits for a push.) The order goes in waves of experts, the down tiles of a wave after the
+// gate/up tiles of the next one: the activations are read while they are in L2, and the pushes are
+// spread over the whole kernel, since in the down projection alone they would be more than a link
+// carries.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -123,11 +124,11 @@ struct Experts {
                 column_tiles(args.hidden), wave_tiles);
     for (;;) {
       Work work = place_work(atomicAdd(&args.board->tile_claim, 1), waves);
-      if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
       // Gate tiles are warpgroup 0's; the last tile is warpgroup 1's (GateExchange::release).
       if (work.kind != Kind::kDown && tile_ring.count % 2 == 1) {
         shared.tiles.push(tile_ring, {Kind::kNothing, {}, 0});
       }
+      if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
       shared.tiles.push(tile_ring, work);
       if (work.kind == Kind::kEnd) return;
       if (work.kind != Kind::kGate) continue;
