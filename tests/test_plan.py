@@ -45,7 +45,6 @@ def model(ids, rank, local_experts, capacity_rows, head_rows):
         expert_rows=expert_rows,
         invalid_ids=int(((own < -1) | (own >= experts)).sum()),
         expert_start=expert_start,
-        tile_expert=tile_expert,
         row_of=row_of,
         rows=rows,
         pulls=pulls,

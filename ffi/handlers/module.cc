@@ -212,7 +212,6 @@ nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity
   result["expert_rows"] = List(plan.expert_rows, local_experts);
   result["invalid_ids"] = plan.expert_rows[local_experts];
   result["expert_start"] = List(plan.expert_start, local_experts + 1);
-  result["tile_expert"] = List(plan.tile_expert, pool_rows / kTileM);
   result["row_of"] = List(plan.row_of, shape.slots());
   nb::list rows;
   for (int64_t r = 0; r < pool_rows; ++r) {

@@ -2,7 +2,7 @@
 //
 //   meet       tell the peers where this rank's operands are, learn theirs
 //   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
-//     plan     first round: gather all ids; rows, tiles and targets of this rank's experts
+//     plan     first round: gather all ids; rows and targets of this rank's experts
 //              every round: which rows to pull, in the order of use
 //     experts  pull rows; gate/up, SwiGLU, down; push result rows home (experts.cuh; in the
 //              backward pass experts_backward.cuh and small kernels around it)

@@ -99,7 +99,7 @@ struct Planner {
     barrier();
   }
 
-  // Rows, tiles, and where each row's weight and home are.
+  // Rows, and where each row's weight and home are.
   __device__ void place(int32_t* expert_load, int32_t* counters) const {
     const PlanShape& shape = args.shape;
     const int experts = shape.local_experts;
@@ -131,10 +131,10 @@ struct Planner {
                        (int64_t{slot} * shape.tokens + local) * args.row_bytes);
                  });
     }
-    barrier();
   }
 
-  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use.
+  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use. A
+  // warp counts the same chunks as it has placed.
   __device__ void pulls(int round) const {
     const PlanShape& shape = args.shape;
     // The first round starts even without rows: the backward pass has zeros to write.

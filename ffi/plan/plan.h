@@ -22,7 +22,8 @@
 //
 // The functions below are phases. Each is written for a team of 32 lanes and is the same text on
 // the device (a warp) and on the host (a loop). Between two phases everything written by the first
-// must be visible to all teams of the second: a grid barrier on the device. Order of the phases:
+// must be visible to all teams of the second: a grid barrier on the device, unless both are of
+// every chunk and the same team does the same chunks. Order of the phases:
 //
 //   CountChunk       every chunk
 //   ScanCounts       every row of the count table (local_experts + 1 of them)
@@ -81,7 +82,6 @@ struct PlanShape {
     const int64_t busy = slots() < local_experts ? slots() : local_experts;
     return AlignUp(slots() + busy * (kTileM - 1), kTileM);
   }
-  MEGAMOE_HD int64_t max_tiles() const { return max_pool_rows() / kTileM; }
   // Words of scratch of a team.
   MEGAMOE_HD int32_t scratch_words() const { return local_experts + 2; }
   // Row and slot numbers are int32: every caller must refuse a shape that does not fit.
@@ -101,7 +101,6 @@ struct PlanBuffers {
   int32_t* counts;        // [E + 1][C] table that is counted and scanned
   int32_t* expert_rows;   // [E + 1] rows of each expert; the last entry is this rank's invalid ids
   int32_t* expert_start;  // [E + 1] first pool row of each segment; the last entry is their end
-  int32_t* tile_expert;   // [max_tiles] expert of each tile below expert_start[E] / kTileM
   int32_t* row_of;        // [R*T*K] pool row of each (source token, slot), -1 if it is not ours
   PoolRow* rows;          // [max_pool_rows] inverse of row_of
   int32_t* pull_rows;     // [E] pull entries of the round by first expert
@@ -111,7 +110,7 @@ struct PlanBuffers {
 
 // Byte offsets of the plan's arrays in one block.
 struct PlanLayout {
-  int64_t ids, counts, expert_rows, expert_start, tile_expert, row_of, rows;
+  int64_t ids, counts, expert_rows, expert_start, row_of, rows;
   int64_t pull_rows, pull_start, pull;
   int64_t bytes;
 
@@ -123,7 +122,6 @@ struct PlanLayout {
     at.counts = at.Take((experts + 1) * shape.chunks() * word);
     at.expert_rows = at.Take((experts + 1) * word);
     at.expert_start = at.Take((experts + 1) * word);
-    at.tile_expert = at.Take(shape.max_tiles() * word);
     at.row_of = at.Take(shape.slots() * word);
     at.rows = at.Take(shape.max_pool_rows() * static_cast<int64_t>(sizeof(PoolRow)));
     at.pull_rows = at.Take(experts * word);
@@ -138,7 +136,6 @@ struct PlanLayout {
     b.counts = reinterpret_cast<int32_t*>(base + counts);
     b.expert_rows = reinterpret_cast<int32_t*>(base + expert_rows);
     b.expert_start = reinterpret_cast<int32_t*>(base + expert_start);
-    b.tile_expert = reinterpret_cast<int32_t*>(base + tile_expert);
     b.row_of = reinterpret_cast<int32_t*>(base + row_of);
     b.rows = reinterpret_cast<PoolRow*>(base + rows);
     b.pull_rows = reinterpret_cast<int32_t*>(base + pull_rows);
@@ -313,15 +310,19 @@ MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, int32_t rank, cons
   const int64_t begin =
       end - shape.capacity_rows + (token / shape.tokens == rank ? shape.head_rows : 0);
   int64_t lowest = end;
+  int32_t first_expert = -1;
   for (int32_t first = 0; first < shape.top_k; first += kBatch) {
     MEGAMOE_UNROLL
     for (int32_t i = 0; i < kBatch; ++i) {
       if (first + i >= shape.top_k) continue;
-      const int64_t row = plan.row_of[token * shape.top_k + first + i];
-      if (row >= begin && row < lowest) lowest = row;
+      const int64_t at = token * shape.top_k + first + i;
+      const int64_t row = plan.row_of[at];
+      if (row < begin || row >= lowest) continue;
+      lowest = row;
+      first_expert = LocalExpert(shape, rank, plan.ids[at]);
     }
   }
-  return lowest < end ? plan.tile_expert[lowest / kTileM] : -1;
+  return first_expert;
 }
 
 template <class Team>
@@ -384,16 +385,13 @@ MEGAMOE_HD void StartExperts(const Team& team, const PlanShape& shape, const Pla
   });
 }
 
-// Tiles and padding rows of one expert.
+// Padding rows of one expert.
 template <class Team>
 MEGAMOE_HD void FillExpert(const Team& team, const PlanBuffers& plan, int32_t e) {
   team.each([&](int32_t lane) {
-    const int32_t begin = plan.expert_start[e];
     const int32_t end = plan.expert_start[e + 1];
-    for (int32_t tile = begin / kTileM + lane; tile < end / kTileM; tile += kLanes) {
-      plan.tile_expert[tile] = e;
-    }
-    for (int32_t row = begin + plan.expert_rows[e] + lane; row < end; row += kLanes) {
+    for (int32_t row = plan.expert_start[e] + plan.expert_rows[e] + lane; row < end;
+         row += kLanes) {
       plan.rows[row] = PoolRow{-1, -1};
     }
   });
