@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 TILE = 128
 
 
-def model(ids, rank, local_experts, capacity_rows, head_rows):
+def model(ids, rank, local_experts, capacity_rows):
     """The plan's definition, written with sorts and loops."""
     ranks, tokens, top_k = ids.shape
     experts = ranks * local_experts
@@ -35,8 +35,7 @@ def model(ids, rank, local_experts, capacity_rows, head_rows):
     for begin in range(0, int(expert_start[-1]), capacity_rows):
         first_use = {}
         for r in range(begin, min(begin + capacity_rows, len(rows))):
-            in_head = r < begin + head_rows and rows[r, 0] // tokens == rank
-            if rows[r, 0] >= 0 and not in_head:
+            if rows[r, 0] >= 0 and rows[r, 0] // tokens != rank:
                 first_use.setdefault(int(rows[r, 0]), int(tile_expert[r // TILE]))
         pulls.append(sorted(first_use, key=lambda t: (first_use[t], t)))
 
@@ -51,16 +50,12 @@ def model(ids, rank, local_experts, capacity_rows, head_rows):
     )
 
 
-def check(ids, local_experts, capacity_rows, head_rows=0):
+def check(ids, local_experts, capacity_rows):
     for rank in range(ids.shape[0]):
         got = _runtime.load().plan(
-            ids,
-            rank=rank,
-            local_experts=local_experts,
-            capacity_rows=capacity_rows,
-            head_rows=head_rows,
+            ids, rank=rank, local_experts=local_experts, capacity_rows=capacity_rows
         )
-        want = model(ids, rank, local_experts, capacity_rows, head_rows)
+        want = model(ids, rank, local_experts, capacity_rows)
         assert got.keys() == want.keys()
         assert got["pulls"] == want["pulls"]
         for name in want.keys() - {"pulls"}:
@@ -94,7 +89,7 @@ def test_random_plans(seed):
         top_k = int(rng.integers(1, 9))
         capacity_rows = TILE * int(rng.choice([1, 2, 5, 1000]))
         ids = draw_ids(rng, ranks, tokens, top_k, ranks * local_experts)
-        check(ids, local_experts, capacity_rows, TILE * int(rng.choice([0, 1, 3])))
+        check(ids, local_experts, capacity_rows)
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 255, 256, 257])
@@ -139,27 +134,48 @@ def test_capacity_must_be_whole_tiles(capacity_rows):
         )
 
 
+def tiles_in_order(starts, columns):
+    """Tiles (group, m, n) of a product in the order in which they are claimed."""
+    return [
+        (g, m, n)
+        for g in range(len(starts) - 1)
+        for block in range(starts[g], starts[g + 1], 16)
+        for n in range(columns)
+        for m in range(block, min(block + 16, starts[g + 1]))
+    ]
+
+
 @pytest.mark.parametrize("seed", range(4))
-def test_tiles_in_waves(seed):
-    """The down tiles of a wave of experts come after the gate/up tiles of the next one."""
+def test_claims_of_two_products(seed):
+    """Every tile is claimed once, each product's in order, and what a tile needs before it."""
     rng = np.random.default_rng(seed)
     for _ in range(100):
         sizes = rng.choice([0, 0, 1, 2, 20, 40], int(rng.integers(17))).tolist()
         starts = np.cumsum([0, *sizes]).tolist()
-        first, second, wave_tiles = (int(rng.integers(1, high)) for high in (5, 12, 41))
-        waves = [[]]
-        for group in range(len(sizes)):
-            if sum(sizes[g] for g in waves[-1]) >= wave_tiles:
-                waves.append([])
-            waves[-1].append(group)
-        want = []
-        for wave, before in zip([*waves, []], [[], *waves], strict=True):
-            for down, groups, columns in ((False, wave, first), (True, before, second)):
-                want += [
-                    (down, g, m, n)
-                    for g in groups
-                    for block in range(starts[g], starts[g + 1], 16)
-                    for n in range(columns)
-                    for m in range(block, min(block + 16, starts[g + 1]))
-                ]
-        assert _runtime.load().tile_order(starts, first, second, wave_tiles) == want
+        first, second, ctas = (int(rng.integers(1, high)) for high in (5, 12, 10))
+        lead = int(rng.choice([0, 1, ctas, 40]))
+        claims = _runtime.load().tile_claims(
+            starts, first, second, lead, ctas, int(rng.integers(2**32))
+        )
+        wanted = [tiles_in_order(starts, columns) for columns in (first, second)]
+        assert [tile[2:] for tile in claims if not tile[1]] == wanted[0]
+        # A CTA may hold a tile of the second product while it works on the first.
+        assert sorted(tile[2:] for tile in claims if tile[1]) == sorted(wanted[1])
+        number = {tile: i for i, tile in enumerate(wanted[0])}
+        claimed = 0
+        for cta, is_second, *tile in claims:
+            if not is_second:
+                claimed += 1
+                continue
+            g, m, _ = tile
+            needs = max(number[g, m, n] for n in range(first)) + 1
+            assert claimed >= min(needs + (lead if cta % 3 == 0 else 0), len(wanted[0]))
+            # Those that do not prefer the second product come to it when the first is given out.
+            assert cta % 3 == 0 or claimed == len(wanted[0])
+
+
+def test_down_does_not_wait_for_all_of_gate_up():
+    """Most tiles of the second product are claimed while there are some of the first."""
+    claims = _runtime.load().tile_claims(list(range(0, 1001, 10)), 4, 11, 24, 12, 0)
+    last_first = max(i for i, tile in enumerate(claims) if not tile[1])
+    assert sum(tile[1] for tile in claims[:last_first]) > 1000

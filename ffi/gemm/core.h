@@ -135,14 +135,28 @@ struct Nothing {
   __device__ void operator()() const {}
 };
 
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators]; of the tile's row blocks, the
-// first kUsedBlocks. `warpgroup` is the consumer's number, 0 or 1. taken() is called when its turn
-// has come.
-template <Major kA, Major kB, int kUsedBlocks = kRowBlocks, int kStages, class Taken = Nothing>
-__device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
-                                         uint32_t warpgroup, int k_blocks, float* d,
-                                         const Taken& taken = {}) {
-  using Atom = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
+// 64 rows by kColumns of a product.
+template <int kColumns, Major kA, Major kB>
+struct Instruction {
+  using type = cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<kA, kB>;
+};
+template <Major kA, Major kB>
+struct Instruction<128, kA, kB> {
+  using type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<kA, kB>;
+};
+template <Major kA, Major kB>
+struct Instruction<64, kA, kB> {
+  using type = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>;
+};
+
+// Multiplies `k_blocks` stages of the ring into d[kAccumulators]: of the tile's row blocks the
+// first kUsedBlocks, of its columns the first kColumns. See multiply().
+template <Major kA, Major kB, int kUsedBlocks, int kColumns, int kStages, class Taken>
+__device__ __forceinline__ void multiply_part(Stages<kStages>& stages, RingState<kStages>& ring,
+                                              uint32_t warpgroup, int k_blocks, float* d,
+                                              const Taken& taken) {
+  static_assert(kColumns == kTileN || kColumns == 128 || kColumns == 64);
+  using Atom = typename Instruction<kColumns, kA, kB>::type;
   fence_accumulators(d);
   Turns::take(warpgroup);
   taken();
@@ -157,7 +171,7 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
 #pragma unroll
       for (int m = 0; m < kUsedBlocks; ++m) {
         wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kTileN / 2),
-                    kb > 0 || k > 0, std::make_integer_sequence<int, kTileN / 2>{});
+                    kb > 0 || k > 0, std::make_integer_sequence<int, kColumns / 2>{});
       }
     }
     cute::warpgroup_commit_batch();
@@ -173,15 +187,23 @@ __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kSta
   if (k_blocks > 0) release_stage(stages, (ring.count - 1) % kStages);
 }
 
-// The same for a tile of `rows` rows that are not padding.
+// Multiplies `k_blocks` stages of the ring into d[kAccumulators], of a tile of which `rows` rows and
+// `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
+// consumer's number, 0 or 1. taken() is called when its turn has come.
 template <Major kA, Major kB, int kStages, class Taken = Nothing>
-__device__ __forceinline__ void multiply_rows(Stages<kStages>& stages, RingState<kStages>& ring,
-                                              uint32_t warpgroup, int rows, int k_blocks, float* d,
-                                              const Taken& taken = {}) {
-  if (rows > kTileM / kRowBlocks) {
-    multiply<kA, kB>(stages, ring, warpgroup, k_blocks, d, taken);
+__device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
+                                         uint32_t warpgroup, int rows, int columns, int k_blocks,
+                                         float* d, const Taken& taken = {}) {
+  if (columns > 128) {
+    if (rows > 64) {
+      multiply_part<kA, kB, kRowBlocks, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);
+    } else {
+      multiply_part<kA, kB, 1, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);
+    }
+  } else if (columns > 64) {
+    multiply_part<kA, kB, kRowBlocks, 128>(stages, ring, warpgroup, k_blocks, d, taken);
   } else {
-    multiply<kA, kB, 1>(stages, ring, warpgroup, k_blocks, d, taken);
+    multiply_part<kA, kB, kRowBlocks, 64>(stages, ring, warpgroup, k_blocks, d, taken);
   }
 }
 

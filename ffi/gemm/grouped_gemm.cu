@@ -146,7 +146,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t warpgroup = warp / 4 - 1;
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
-    float acc[kAccumulators] = {};
     Turns::start(warpgroup);
     for (;; shared.tiles.next(tile_ring)) {
       const int k_blocks = shared.tiles.peek(tile_ring).k_blocks;
@@ -155,12 +154,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         ring.advance(k_blocks);
         continue;
       }
-      if (k_blocks == 0) {
-#pragma unroll
-        for (float& value : acc) value = 0.0f;
-      }
+      float acc[kAccumulators] = {};
+      const Work& before = shared.tiles.here(tile_ring);
       multiply<Majors<kProduct>::kA, Majors<kProduct>::kB>(
-          shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).k_blocks, acc, [] {
+          shared.stages, ring, warpgroup_here(), kTileM,
+          geometry.out_columns - before.place.n * kTileN, before.k_blocks, acc, [] {
             if (kProduct == Product::kGateUp && warpgroup_here() == 1) GateExchange::release();
           });
       const Work& work = shared.tiles.here(tile_ring);

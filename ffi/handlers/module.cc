@@ -5,10 +5,13 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <random>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ffi/handlers/host_handlers.h"
@@ -112,7 +115,6 @@ WorkspaceShape MakeCudaShape(int32_t ranks, int32_t tokens, int32_t top_k, int32
                                    capacity_rows, staged ? kBf16Bytes : 0);
   shape.pool_bytes = shape.return_bytes = kBf16Bytes;
   shape.carried_copies = 2;
-  shape.plan.head_rows = kHeadRows;
   CheckShape(shape.plan);
   return shape;
 }
@@ -191,15 +193,13 @@ nb::list List(const int32_t* values, int64_t n) {
 }
 
 // The whole plan of `rank` for ids [R, T, K], with the pull list of every round, as lists.
-nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows,
-              int32_t head_rows) {
+nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows) {
   PlanShape shape;
   shape.ranks = static_cast<int32_t>(ids.shape(0));
   shape.tokens = static_cast<int32_t>(ids.shape(1));
   shape.top_k = static_cast<int32_t>(ids.shape(2));
   shape.local_experts = local_experts;
   shape.capacity_rows = capacity_rows;
-  shape.head_rows = head_rows;
   CheckShape(shape);
   const PlanLayout layout = PlanLayout::For(shape);
   // Poisoned, so that a plan that reads what it has not written shows.
@@ -227,16 +227,34 @@ nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity
   return result;
 }
 
-// The order of `Waves`, as tuples (second, group, m, n).
-nb::list TileOrder(const std::vector<int>& tile_start, int first_columns, int second_columns,
-                   int wave_tiles) {
-  Waves waves(tile_start.data(), static_cast<int>(tile_start.size()) - 1, first_columns,
-              second_columns, wave_tiles);
+// Claims of both products' tiles by CTAs that go on in turns drawn by `seed`, in their order, as
+// tuples (CTA, second, group, m, n).
+nb::list TileClaims(const std::vector<int>& tile_start, int first_columns, int second_columns,
+                    int lead, int ctas, uint32_t seed) {
+  struct Counters {
+    int* claimed;
+    int first() const { return claimed[0]++; }
+    int second() const { return claimed[1]++; }
+    int first_claimed() const { return claimed[0]; }
+  };
+  int claimed[2] = {};
+  std::vector<std::pair<int, Claims<Counters>>> busy;
+  for (int cta = 0; cta < ctas; ++cta) {
+    busy.emplace_back(cta, Claims<Counters>({claimed}, tile_start.data(),
+                                            static_cast<int>(tile_start.size()) - 1, first_columns,
+                                            second_columns, lead, cta % kSecondShare == 0));
+  }
   nb::list order;
-  bool second;
-  TilePlace at;
-  for (int i = 0; waves.find(i, &second, &at); ++i) {
-    order.append(nb::make_tuple(second, at.group, at.m, at.n));
+  std::mt19937 random(seed);
+  while (!busy.empty()) {
+    const size_t which = random() % busy.size();
+    bool second;
+    TilePlace at;
+    if (busy[which].second.next(&second, &at)) {
+      order.append(nb::make_tuple(busy[which].first, second, at.group, at.m, at.n));
+    } else {
+      busy.erase(busy.begin() + static_cast<std::ptrdiff_t>(which));
+    }
   }
   return order;
 }
@@ -285,10 +303,9 @@ NB_MODULE(_ffi, m) {
         "pool_bytes"_a, "return_bytes"_a);
   m.def("cuda_workspace_bytes", CudaWorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged"_a = false);
-  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a,
-        "head_rows"_a = 0);
-  m.def("tile_order", TileOrder, "tile_start"_a, "first_columns"_a, "second_columns"_a,
-        "wave_tiles"_a);
+  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
+  m.def("tile_claims", TileClaims, "tile_start"_a, "first_columns"_a, "second_columns"_a,
+        "lead"_a, "ctas"_a, "seed"_a);
 }
 
 }  // namespace megamoe

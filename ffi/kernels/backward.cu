@@ -63,7 +63,9 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
   args.plan = launch.buffers;
   args.directory = call.directory;
   args.board = launch.board;
-  args.head_claim = &launch.board->head_claim;
+  args.own_claim = &launch.board->own_claim;
+  args.hidden_grad_parts = &launch.board->hidden_grad_parts;
+  args.pushed_parts = &launch.board->pushed_parts;
   args.source[0] = {launch.board->x, launch.at<char>(layout.common.x_pool),
                     launch.progress(kArrivedX)};
   args.source[1] = {launch.board->dy, launch.at<char>(layout.common.dy_pool),

@@ -9,12 +9,10 @@
 //             the up tile of the same place, whose epilogue needs the gates
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
 //
-// Tiles are claimed in order, each by one atomic counter, so a tile only waits for tiles that a
-// running CTA has claimed before it. (A push may also wait for its CTA's next tile, but no other
-// CTA waits for a push.) The order goes in waves of experts, the down tiles of a wave after the
-// gate/up tiles of the next one: the activations are read while they are in L2, and the pushes are
-// spread over the whole kernel, since in the down projection alone they would be more than a link
-// carries.
+// Each product's tiles are claimed in order, by an atomic counter, so a tile only waits for tiles
+// that a running CTA has claimed before it. (A push may also wait for its CTA's next tile, but no
+// other CTA waits for a push.) Both products are at work all the time (Claims in
+// ffi/plan/tile_order.h): in the down projection alone the pushes would be more than a link carries.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -33,6 +31,9 @@ namespace megamoe {
 
 constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
+// Gate/up tiles of a CTA, with those that it has claimed ahead: so many are not done when a down
+// tile is claimed that needs none of them.
+constexpr int kLeadTiles = 2;
 
 struct ExpertsMaps {
   CUtensorMap x_pool, gate, up, act_pool, down, act_blocks;
@@ -43,7 +44,7 @@ struct ExpertsArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
-  int32_t* head_claim;  // the board's; derived here, it would keep a register in the main loops
+  int32_t* own_claim;  // the board's; derived here, it would keep a register in the main loops
   PullSource source[1];
   const float* row_weight;
   const uint64_t* row_target;
@@ -58,7 +59,7 @@ enum class Kind : int32_t { kGate, kUp, kDown, kNothing, kEnd };
 struct Work {
   Kind kind;
   TilePlace place;
-  int32_t rows;  // of the tile that are not padding; a 64-row half of padding is not multiplied
+  int32_t rows, columns;  // from the tile's first that are not padding
 };
 
 struct ExpertsShared {
@@ -94,12 +95,20 @@ struct Experts {
 
   // ---- placing thread -------------------------------------------------------------------------
 
-  __device__ Work place_work(int index, Waves& waves) const {
+  struct Counters {
+    Board* board;
+    __device__ int first() const { return atomicAdd(&board->tile_claim, 1); }
+    __device__ int second() const { return atomicAdd(&board->down_claim, 1); }
+    __device__ int first_claimed() const { return load_acquire_device(&board->tile_claim); }
+  };
+
+  __device__ Work claim(Claims<Counters>& claims) const {
     bool down;
     TilePlace place;
-    if (!waves.find(index, &down, &place)) return {Kind::kEnd, {}, 0};
+    if (!claims.next(&down, &place)) return {Kind::kEnd, {}, 0, 0};
     return {down ? Kind::kDown : Kind::kGate, place,
-            min(kTileM, shared.row_end[place.group] - place.m * kTileM)};
+            min(kTileM, shared.row_end[place.group] - place.m * kTileM),
+            min(kTileN, (down ? args.hidden : args.intermediate) - place.n * kTileN)};
   }
 
   __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
@@ -118,15 +127,15 @@ struct Experts {
   __device__ void place() {
     const Pieces pieces(args.hidden);
     RingState<kTileSlots> tile_ring;
-    // About two gate/up tiles a CTA in a wave: fewer, and down tiles wait for the wave's last ones.
-    const int wave_tiles = max(1, 2 * static_cast<int>(gridDim.x) / gate_up_columns());
-    Waves waves(shared.tile_start, args.shape.local_experts, gate_up_columns(),
-                column_tiles(args.hidden), wave_tiles);
+    const int ctas = static_cast<int>(gridDim.x);
+    Claims<Counters> claims({args.board}, shared.tile_start, args.shape.local_experts,
+                            gate_up_columns(), column_tiles(args.hidden), kLeadTiles * ctas,
+                            blockIdx.x % kSecondShare == 0);
     for (;;) {
-      Work work = place_work(atomicAdd(&args.board->tile_claim, 1), waves);
+      Work work = claim(claims);
       // Gate tiles are warpgroup 0's; the last tile is warpgroup 1's (GateExchange::release).
       if (work.kind != Kind::kDown && tile_ring.count % 2 == 1) {
-        shared.tiles.push(tile_ring, {Kind::kNothing, {}, 0});
+        shared.tiles.push(tile_ring, {Kind::kNothing, {}, 0, 0});
       }
       if (work.kind != Kind::kEnd) wait_for_operands(work, pieces);
       shared.tiles.push(tile_ring, work);
@@ -198,12 +207,23 @@ struct Experts {
     }
   }
 
+  // Multiplies a tile over `depth` columns of rows; returns its work, read again.
+  template <class Taken = Nothing>
+  __device__ __forceinline__ const Work& multiply_tile(uint32_t warpgroup, int depth,
+                                                       RingState<kTileSlots>& tile_ring,
+                                                       RingState<kStages>& ring, float* acc,
+                                                       const Taken& taken = {}) const {
+    const Work& work = shared.tiles.here(tile_ring);
+    multiply<Major::K, Major::MN>(shared.stages, ring, warpgroup, work.rows, work.columns,
+                                  depth / kBlockK, acc, taken);
+    return shared.tiles.here(tile_ring);
+  }
+
   // Warpgroup 0.
   __device__ __forceinline__ void gate_tile(RingState<kTileSlots>& tile_ring,
                                             RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    multiply_rows<Major::K, Major::MN>(shared.stages, ring, 0, shared.tiles.here(tile_ring).rows,
-                                       args.hidden / kBlockK, acc);
+    multiply_tile(0, args.hidden, tile_ring, ring, acc);
     GateExchange::wait_until_free();
     GateExchange::give(shared.buffers, acc);
   }
@@ -212,9 +232,7 @@ struct Experts {
   __device__ __forceinline__ void up_tile(RingState<kTileSlots>& tile_ring,
                                           RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    multiply_rows<Major::K, Major::MN>(shared.stages, ring, 1, shared.tiles.here(tile_ring).rows,
-                                       args.hidden / kBlockK, acc, [] { GateExchange::release(); });
-    const Work& work = shared.tiles.here(tile_ring);
+    const Work& work = multiply_tile(1, args.hidden, tile_ring, ring, acc, [] { GateExchange::release(); });
     GateExchange::wait_until_full();
 #pragma unroll
     for (int b = 0; b < GateExchange::kBlocks; ++b) {
@@ -231,7 +249,7 @@ struct Experts {
         store_16_columns(gate, fragment(block, j));
       }
       store_block(maps.act_blocks, block, column, first,
-                  m * 64 < work.rows && column < args.intermediate);
+                  m * 64 < work.rows && b % (kTileN / 64) * 64 < work.columns);
     }
     wait_for_buffer<1>();
     announce(&args.activated[work.place.m]);
@@ -240,21 +258,18 @@ struct Experts {
   __device__ __forceinline__ void down_tile(RingState<kTileSlots>& tile_ring,
                                             RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    multiply_rows<Major::K, Major::MN>(shared.stages, ring, warpgroup_here(),
-                                       shared.tiles.here(tile_ring).rows,
-                                       args.intermediate / kBlockK, acc, [] {
-                                         if (warpgroup_here() == 1) GateExchange::release();
-                                       });
-    const Work& work = shared.tiles.here(tile_ring);
+    const Work& work = multiply_tile(warpgroup_here(), args.intermediate, tile_ring, ring, acc, [] {
+      if (warpgroup_here() == 1) GateExchange::release();
+    });
     if (warpgroup_here() == 0) GateExchange::wait_until_free();
     push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.place.m * kTileM,
-              work.rows, work.place.n * kTileN, args.hidden);
+              work.rows, work.place.n * kTileN, work.columns);
   }
 
   // The warpgroups take tiles in turn.
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
-    copy_head<1>(args, first_row());
+    copy_own_rows<1, 8>(args, first_row(), kHeadClaims);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
@@ -304,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) experts.load();
     if (threadIdx.x == 64) experts.place();
     if (warp == 1) Puller<1, ExpertsArgs>{args, shared.pull, experts.first_row()}.run();
+    if (warp % 2 == 1) copy_own_rows<1, 4>(args, experts.first_row(), INT_MAX);
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
     experts.consume(warp / 4 - 1);

@@ -47,7 +47,10 @@ struct BackwardArgs {
   PlanBuffers plan;
   Directory directory;
   Board* board;
-  int32_t* head_claim;   // the board's; derived here, it would keep a register in the main loops
+  // The board's; derived here, they would keep registers in the main loops.
+  int32_t* own_claim;
+  int32_t* hidden_grad_parts;
+  int32_t* pushed_parts;
   PullSource source[2];  // x, dy
   __nv_bfloat16* gate_pool;  // [capacity rows, I] each
   __nv_bfloat16* up_pool;
@@ -56,7 +59,7 @@ struct BackwardArgs {
   const uint64_t* row_target;
   int32_t* gate_up_done;
   int32_t* hidden_grad_done;
-  float* partial_dots;
+  float* partial_dots;  // [column tiles of I, capacity rows]
   float* carried;  // [3][2][H, I] f32, down: [I, H]
   void* dw[3];
   Combine combine;
@@ -95,10 +98,12 @@ struct Backward {
     Kind kind;
     int32_t group, m, n;
     int32_t row, rows;  // of the pools
+    int32_t columns;    // from the tile's first that are not padding
     int32_t k_blocks;
-    // Weight grad: 0 gate, 1 up, 2 down; where the gradient of an expert whose rows span rounds is
-    // carried, or -1; whether an earlier round has begun it.
-    int32_t matrix, carried;
+    int32_t matrix;     // 0 gate, 1 up, 2 down
+    // Weight grad: where the gradient of an expert whose rows span rounds is carried, or -1; whether
+    // an earlier round has begun it.
+    int32_t carried;
     bool continues;
   };
 
@@ -139,12 +144,23 @@ struct Backward {
 
   // ---- placing thread -------------------------------------------------------------------------
 
-  __device__ Work row_work(Kind kind, int columns, int index, int k_blocks) const {
-    const TilePlace place = place_tile(shared.tile_start, args.shape.local_experts, columns, index);
-    const int row = place.m * kTileM;
-    const int end = shared.row_start[place.group] + shared.rows[place.group];
-    return {kind,     place.group, place.m, place.n, row, min(kTileM, end - row),
-            k_blocks, 0,           -1,      false};
+  // A tile of `matrices` results side by side, which have `columns` columns each; `depth` is that of
+  // the contraction.
+  __device__ Work row_work(Kind kind, int matrices, int columns, int depth, int index) const {
+    const int tiles = column_tiles(columns);
+    const TilePlace place =
+        place_tile(shared.tile_start, args.shape.local_experts, matrices * tiles, index);
+    Work work{};
+    work.kind = kind;
+    work.group = place.group;
+    work.m = place.m;
+    work.matrix = place.n / tiles;
+    work.n = place.n % tiles;
+    work.row = place.m * kTileM;
+    work.rows = min(kTileM, shared.row_start[work.group] + shared.rows[work.group] - work.row);
+    work.columns = min(kTileN, columns - work.n * kTileN);
+    work.k_blocks = depth / kBlockK;
+    return work;
   }
 
   __device__ Work weight_work(int index) const {
@@ -153,7 +169,9 @@ struct Backward {
     const int down_m = (args.intermediate + kTileM - 1) / kTileM;
     const int per_expert = 2 * gate_tiles + down_m * hidden_columns();
     const int e = index / per_expert;
-    Work work{Kind::kEnd, e, 0, 0, 0, 0, 0, 0, -1, false};
+    Work work{};
+    work.kind = Kind::kEnd;
+    work.group = e;
     if (e >= args.shape.local_experts) return work;
     int left = index - e * per_expert;
     work.matrix = min(left / gate_tiles, 2);
@@ -161,6 +179,8 @@ struct Backward {
     const int m_tiles = work.matrix == 2 ? down_m : gate_m;
     work.m = left % m_tiles;
     work.n = left / m_tiles;
+    work.columns =
+        min(kTileN, (work.matrix == 2 ? args.hidden : args.intermediate) - work.n * kTileN);
     const int capacity = args.shape.capacity_rows;
     const int start = shared.row_start[e], end = start + shared.rows[e];
     work.row = max(start, 0);
@@ -176,20 +196,16 @@ struct Backward {
 
   __device__ Work place_work(int index) const {
     const int tiles = shared.tile_start[args.shape.local_experts];
-    const int hidden_blocks = args.hidden / kBlockK;
-    const int intermediate_blocks = args.intermediate / kBlockK;
-    // Gate and up tiles of a row tile.
-    int columns = 2 * intermediate_columns();
-    if (index < tiles * columns) return row_work(Kind::kRecompute, columns, index, hidden_blocks);
-    index -= tiles * columns;
-    columns = intermediate_columns();
-    if (index < tiles * columns) return row_work(Kind::kHiddenGrad, columns, index, hidden_blocks);
-    index -= tiles * columns;
-    columns = hidden_columns();
-    if (index < tiles * columns) {
-      return row_work(Kind::kInputGrad, columns, index, 2 * intermediate_blocks);
-    }
-    return weight_work(index - tiles * columns);
+    const int h = args.hidden, i = args.intermediate;
+    const int gate_up = 2 * tiles * intermediate_columns();
+    if (index < gate_up) return row_work(Kind::kRecompute, 2, i, h, index);
+    index -= gate_up;
+    const int hidden_grad = tiles * intermediate_columns();
+    if (index < hidden_grad) return row_work(Kind::kHiddenGrad, 1, i, h, index);
+    index -= hidden_grad;
+    const int input_grad = tiles * hidden_columns();
+    if (index < input_grad) return row_work(Kind::kInputGrad, 1, h, 2 * i, index);
+    return weight_work(index - input_grad);
   }
 
   // The next claim that has work.
@@ -225,7 +241,7 @@ struct Backward {
         break;
       default:
         if (hidden_grads_done) return;
-        wait_for(&args.board->hidden_grad_parts, 0,
+        wait_for(args.hidden_grad_parts, 0,
                  shared.tile_start[args.shape.local_experts] * intermediate_columns() * kTileWarps,
                  Phase::kWeightGrad);
         hidden_grads_done = true;
@@ -257,14 +273,11 @@ struct Backward {
     const int k = kb * kBlockK;
     shared.stages.full[stage].arrive_and_expect_tx(kStageBytesA + kStageBytesB);
     switch (work.kind) {
-      case Kind::kRecompute: {
-        const bool up = work.n >= intermediate_columns();
-        const int n = up ? work.n - intermediate_columns() : work.n;
+      case Kind::kRecompute:
         Load3::copy(&maps.x_rows, bar, 0, a, k, work.row, 0);
-        Load4::copy(up ? &maps.up_columns : &maps.gate_columns, bar, 0, b, 0, k, n * (kTileN / 64),
-                    work.group);
+        Load4::copy(work.matrix == 0 ? &maps.gate_columns : &maps.up_columns, bar, 0, b, 0, k,
+                    work.n * (kTileN / 64), work.group);
         break;
-      }
       case Kind::kHiddenGrad:
         Load3::copy(&maps.dy_rows, bar, 0, a, k, work.row, 0);
         Load3::copy(&maps.down_rows, bar, 0, b, k, work.n * kTileN, work.group);
@@ -313,7 +326,7 @@ struct Backward {
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
     const int parts = gridDim.x * kConsumerWarps;
-    if (atomicAdd(&args.board->pushed_parts, 1) + 1 < parts || !last_round()) return;
+    if (atomicAdd(args.pushed_parts, 1) + 1 < parts || !last_round()) return;
     __threadfence_system();
     for (int rank = 0; rank < args.shape.ranks; ++rank) {
       Board* board = reinterpret_cast<Board*>(args.board->block[rank] + args.board_offset);
@@ -373,8 +386,8 @@ struct Backward {
   __device__ __forceinline__ const Work& multiply_tile(RingState<kTileSlots>& tile_ring,
                                                        RingState<kStages>& ring, int k_blocks,
                                                        float* acc) {
-    multiply_rows<kA, kB>(shared.stages, ring, warpgroup_here(), shared.tiles.here(tile_ring).rows,
-                          k_blocks, acc);
+    const Work& work = shared.tiles.here(tile_ring);
+    multiply<kA, kB>(shared.stages, ring, warpgroup_here(), work.rows, work.columns, k_blocks, acc);
     return shared.tiles.here(tile_ring);
   }
 
@@ -388,11 +401,10 @@ struct Backward {
     float acc[kAccumulators] = {};
     const Work& work =
         multiply_tile<Major::K, Major::MN>(tile_ring, ring, args.hidden / kBlockK, acc);
-    const bool up = work.n >= intermediate_columns();
-    const int n = up ? work.n - intermediate_columns() : work.n;
+    const bool up = work.matrix != 0;
 #pragma unroll
     for (int b = 0; b < kAccumulators / 32; ++b) {
-      const int m = b / (kTileN / 64), column = n * kTileN + b % (kTileN / 64) * 64;
+      const int m = b / (kTileN / 64), column = b % (kTileN / 64) * 64;
       uint8_t* buffer = shared.buffers.here(b % kWarpBuffers);
       wait_for_buffer();
 #pragma unroll
@@ -402,8 +414,8 @@ struct Backward {
         for (int i = 0; i < 8; ++i) value[i] = mark_clamped(acc[32 * b + 8 * j + i], up);
         store_16_columns(value, fragment(buffer, j));
       }
-      store_block(up ? maps.up_blocks : maps.gate_blocks, buffer, column,
-                  work.row + first_of_block(m), m * 64 < work.rows && column < args.intermediate);
+      store_block(up ? maps.up_blocks : maps.gate_blocks, buffer, work.n * kTileN + column,
+                  work.row + first_of_block(m), m * 64 < work.rows && column < work.columns);
     }
     announce(&args.gate_up_done[work.m]);
   }
@@ -488,7 +500,7 @@ struct Backward {
       hidden_grad_rows(tile_ring, m, unit);
     }
     const Work& work = shared.tiles.here(tile_ring);
-    announce(&args.hidden_grad_done[work.m], &args.board->hidden_grad_parts);
+    announce(&args.hidden_grad_done[work.m], args.hidden_grad_parts);
   }
 
   // The warp's 16 rows of a row block; this lane has those of numbers 4 i + lane / 8.
@@ -503,7 +515,7 @@ struct Backward {
     uint4* gate_pool = reinterpret_cast<uint4*>(args.gate_pool);
     uint4* up_pool = reinterpret_cast<uint4*>(args.up_pool);
     uint4* act_pool = reinterpret_cast<uint4*>(args.act_pool);
-    const int chunks = min(kTileN, args.intermediate - work.n * kTileN) / 64;
+    const int chunks = work.columns / 64;
     // Loads are two steps ahead.
     uint4 gate[2], up[2];
     const auto load = [&](int i, int c) {
@@ -541,7 +553,7 @@ struct Backward {
       for (int step = 1; step < 8; step *= 2) dot[i] += __shfl_xor_sync(~0u, dot[i], step);
       const int row = first + 4 * i;
       if (row < work.rows && lane % 8 == 0) {
-        args.partial_dots[int64_t{work.row + row} * intermediate_columns() + work.n] =
+        args.partial_dots[int64_t{work.n} * args.shape.capacity_rows + work.row + row] =
             dot[i] * unit[i];
       }
     }
@@ -553,14 +565,15 @@ struct Backward {
     const Work& work =
         multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate / kBlockK, acc);
     push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.row, work.rows,
-              work.n * kTileN, args.hidden);
+              work.n * kTileN, work.columns);
   }
 
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    multiply<Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(),
-                                   shared.tiles.here(tile_ring).k_blocks, acc);
+    const Work& before = shared.tiles.here(tile_ring);
+    multiply<Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(), kTileM, before.columns,
+                                   before.k_blocks, acc);
     const Work& work = shared.tiles.here(tile_ring);
     const bool down = work.matrix == 2;
     const int rows = down ? args.intermediate : args.hidden;
@@ -575,7 +588,7 @@ struct Backward {
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int first = work.m * kTileM + first_of_block(m);
-      const int inside = first < rows ? columns - work.n * kTileN : 0;  // columns; first is 64 m
+      const int inside = first < rows ? work.columns : 0;
       if (f32) {
         wait_for_buffer<1>();
         const RowAddress to(matrix, first, columns, work.n * kTileN, 4);
@@ -615,7 +628,7 @@ struct Backward {
 
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
-    copy_head<2>(args, first_row());
+    copy_own_rows<2, 8>(args, first_row(), kHeadClaims);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
@@ -657,7 +670,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) backward.load();
     if (threadIdx.x == 64) backward.place();
     if (warp == 1) Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
-    if (warp % 2 == 1) backward.combine();
+    if (warp % 2 == 1) {
+      copy_own_rows<2, 4>(args, backward.first_row(), INT_MAX);
+      backward.combine();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
     backward.consume(warp / 4 - 1);
@@ -711,7 +727,9 @@ __global__ void send_dots_kernel(BackwardArgs args, int64_t returned_weights, in
     const PoolRow from = args.plan.rows[first + row];
     if (from.token < 0) continue;
     float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) sum += args.partial_dots[int64_t{row} * parts + p];
+    for (int p = 0; p < parts; ++p) {
+      sum += args.partial_dots[int64_t{p} * args.shape.capacity_rows + row];
+    }
     const int rank = from.token / args.shape.tokens;
     const int64_t slot =
         int64_t{from.token - rank * args.shape.tokens} * args.shape.top_k + from.slot;

@@ -28,7 +28,7 @@ std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream) {
   args.plan = launch.buffers;
   args.directory = call.directory;
   args.board = launch.board;
-  args.head_claim = &launch.board->head_claim;
+  args.own_claim = &launch.board->own_claim;
   args.source[0] = {launch.board->x, x_pool, launch.progress(kArrivedX)};
   args.row_weight = launch.at<const float>(layout.row_weight);
   args.row_target = launch.at<const uint64_t>(layout.row_target);

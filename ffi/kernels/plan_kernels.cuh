@@ -133,8 +133,8 @@ struct Planner {
     }
   }
 
-  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use. A
-  // warp counts the same chunks as it has placed.
+  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, if there are other ranks,
+  // in the order of use. A warp counts the same chunks as it has placed.
   __device__ void pulls(int round) const {
     const PlanShape& shape = args.shape;
     // The first round starts even without rows: the backward pass has zeros to write.
@@ -146,10 +146,15 @@ struct Planner {
     if (thread == 0) {
       args.board->tile_claim = 0;
       args.board->pull_claim = 0;
-      args.board->head_claim = 0;
+      args.board->own_claim = 0;
+      args.board->down_claim = 0;
       args.board->hidden_grad_parts = 0;
       args.board->pushed_parts = 0;
       args.board->combine_claim = 0;
+    }
+    if (shape.ranks == 1) {
+      if (thread == 0) args.plan.pull_start[shape.local_experts] = 0;
+      return;
     }
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
       CountPullChunk(WarpTeam(), shape, args.board->rank, args.plan, round, chunk, scratch);

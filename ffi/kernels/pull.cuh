@@ -50,54 +50,68 @@ struct PullSource {
   int32_t* arrived;
 };
 
-constexpr int kHeadEntries = 4;  // rows claimed at a time
+constexpr int kOwnRows = 4;     // rows claimed at a time, all of one tile
+constexpr int kHeadClaims = 2;  // claims of a consumer warp
+static_assert(kTileM % kOwnRows == 0);
 
-// A warp's part in copying the head rows of this rank's own tokens (see "Pull list" in
-// ffi/plan/plan.h): by the consumers, which have nothing else to do yet. In the 30B forward pass on
-// one H200 the tensor cores waited 0.1 ms for the first tiles without it.
-template <int kSources, class Args>
-__device__ void copy_head(const Args& args, int first_row) {
-  constexpr int kBatch = 8;  // loads that do not wait for each other
+// A warp's part in copying the rows of this rank's own tokens, in the order of the pool, all of the
+// first source before those of the second; it ends after so many claims. Copied row by row, they
+// arrive in the order in which they are needed: pulled as tokens, a third of all rows would have to
+// be written before the tiles of the first few experts are complete.
+//
+// The consumers begin, which have nothing else to do yet, and warps that have nothing to pull go
+// on. kBatch loads of a lane do not wait for each other.
+template <int kSources, int kBatch, class Args>
+__device__ void copy_own_rows(const Args& args, int first_row, int claims) {
   const int lane = threadIdx.x % 32, rank = args.board->rank;
   const int pool_rows = args.plan.expert_start[args.shape.local_experts] - first_row;
-  const int end = min(args.shape.head_rows, min(args.shape.capacity_rows, pool_rows));
+  const int rows = min(args.shape.capacity_rows, pool_rows);
   const Pieces pieces(args.hidden);
   const int words = pieces.row_bytes / 16;
-  for (;;) {
+  for (; claims > 0; --claims) {
     int first = 0;
-    if (lane == 0) first = atomicAdd(args.head_claim, kHeadEntries);
+    if (lane == 0) first = atomicAdd(args.own_claim, kOwnRows);
     first = __shfl_sync(~0u, first, 0);
-    if (first >= end) return;
-    for (int row = first; row < min(first + kHeadEntries, end); ++row) {
-      const int token = args.plan.rows[first_row + row].token;
-      if (token < 0 || token / args.shape.tokens != rank) continue;
-      const int64_t local = token - rank * args.shape.tokens;
+    if (first >= kSources * rows) return;
+    const bool second = kSources > 1 && first >= rows;
+    if (second) first -= rows;
+    const PullSource& source = args.source[second];
+    const uint4* const owned = static_cast<const uint4*>(source.owner[rank]);
+    uint4* to = reinterpret_cast<uint4*>(source.pool) + int64_t{first} * words;
+    // Of the claim's rows, which are this rank's own tokens; -1: none of its own.
+    int token = lane < kOwnRows ? args.plan.rows[first_row + first + lane].token : -1;
+    if (token >= 0) token = token / args.shape.tokens == rank ? token % args.shape.tokens : -1;
+    int copied = 0;
+#pragma unroll 1
+    for (int i = 0; i < kOwnRows; ++i, to += words) {
+      const int own = __shfl_sync(~0u, token, i);
+      if (own < 0) continue;
+      ++copied;
+      const uint4* from = owned + int64_t{own} * words;
+#pragma unroll 1
+      for (int base = lane; base < words; base += kBatch * 32) {
+        const int left = words - base;
+        uint4 part[kBatch];
 #pragma unroll
-      for (int s = 0; s < kSources; ++s) {
-        const PullSource& source = args.source[s];
-        const uint4* from = static_cast<const uint4*>(source.owner[rank]) + local * words;
-        uint4* to = reinterpret_cast<uint4*>(source.pool) + int64_t{row} * words;
-        for (int base = lane; base < words; base += kBatch * 32) {
-          uint4 part[kBatch];
-#pragma unroll
-          for (int i = 0; i < kBatch; ++i) {
-            if (base + 32 * i < words) part[i] = from[base + 32 * i];
-          }
-#pragma unroll
-          for (int i = 0; i < kBatch; ++i) {
-            if (base + 32 * i < words) to[base + 32 * i] = part[i];
-          }
+        for (int j = 0; j < kBatch; ++j) {
+          if (32 * j < left) part[j] = from[base + 32 * j];
         }
-        fence_bulk_copies();
-        __syncwarp();
-        if (lane == 0) add_release_device(&source.arrived[row / kTileM], pieces.count);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (32 * j < left) to[base + 32 * j] = part[j];
+        }
       }
+    }
+    fence_bulk_copies();
+    __syncwarp();
+    if (lane == 0 && copied > 0) {
+      add_release_device(&source.arrived[first / kTileM], copied * pieces.count);
     }
   }
 }
 
-// Pulls the rows of the round, each once, into all pool rows that need them; all of the first
-// source before those of the second. `Args` has shape, plan, board, hidden, and source[kSources].
+// Pulls the rows of other ranks' tokens, each once, into all pool rows that need them; all of the
+// first source before those of the second. `Args` has shape, plan, board, hidden, and source[kSources].
 template <int kSources, class Args>
 struct Puller {
   const Args& args;
@@ -124,10 +138,7 @@ struct Puller {
     if (lane / top_k < per_claim && entry < total) {
       claim.token = args.plan.pull[entry];
       const int row = args.plan.row_of[int64_t{claim.token} * top_k + lane % top_k] - first_row;
-      const bool own = claim.token / args.shape.tokens == args.board->rank;
-      if (row >= (own ? args.shape.head_rows : 0) && row < args.shape.capacity_rows) {
-        claim.row = row;
-      }
+      if (row >= 0 && row < args.shape.capacity_rows) claim.row = row;
     }
     return claim;
   }
@@ -158,7 +169,7 @@ struct Puller {
         const char* from = static_cast<const char*>(args.source[origin[stage]].owner[source]) +
                            int64_t{token - source * args.shape.tokens} * pieces.row_bytes +
                            piece * pieces.bytes;
-        if (source != args.board->rank) count_pulled_bytes(pieces.size(piece));
+        count_pulled_bytes(pieces.size(piece));
         buffers.full[stage].arrive_and_expect_tx(pieces.size(piece));
         cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&buffers.full[stage]),
                                        buffers.stage[stage], pieces.size(piece));

@@ -5,11 +5,12 @@
 
 namespace megamoe {
 
-// Pushes the warp's part of a tile, of which `rows` rows are not padding, to their homes.
-// `targets` are the addresses of the return rows of the tile's rows.
+// Pushes the warp's part of a tile, of which `rows` rows and `columns` columns are not padding, to
+// their homes. `targets` are the addresses of the return rows of the tile's rows, `column` is the
+// tile's first.
 __device__ __forceinline__ void push_tile(const float* acc, uint8_t* buffer,
                                           const uint64_t* targets, int rows, int column,
-                                          int hidden) {
+                                          int columns) {
 #pragma unroll
   for (int m = 0; m < kRowBlocks; ++m) {
     // Lanes 0 to 15 have the warp's rows.
@@ -18,7 +19,7 @@ __device__ __forceinline__ void push_tile(const float* acc, uint8_t* buffer,
     if (m * 64 >= rows) continue;
 #pragma unroll
     for (int c = 0; c < kTileN / 64; ++c) {
-      const bool inside = column + 64 * c < hidden;  // hidden is a multiple of 64
+      const bool inside = 64 * c < columns;  // a multiple of 64
       fill_64_columns(acc + m * (kTileN / 2) + 32 * c, buffer);
       for_rows(buffer, [&](int i, const uint4& bytes) {
         const uint64_t to = __shfl_sync(~0u, target, 4 * i + lane_here() / 8);

@@ -44,52 +44,91 @@ MEGAMOE_HD inline TilePlace place_tile(const int* tile_start, int groups, int co
   return {low, first + block * kBlockTiles + in_block % block_tiles, in_block / block_tiles};
 }
 
-// The tiles of two products on the same row tiles, the second of which (down) needs the first
-// (gate/up). They go in waves of groups: those of the second product of a wave come after those of
-// the first of the next wave.
-class Waves {
+// What a CTA claims of the tiles of two products on the same row tiles, the second of which (down)
+// needs the first (gate/up). One CTA in kSecondShare prefers tiles of the second product, which
+// follow `lead` tiles of the first behind what they need, so that both are at work at all times:
+// sending the results is spread over the whole kernel, and what is between the products is read
+// while it is in L2. (Going from one product to the other often would cost a CTA time at each turn:
+// in waves of experts that all CTAs work on, it was measured to.)
+//
+// `Counters` has first() and second(), each of which claims a tile by its number, and
+// first_claimed(), a number of the first product's tiles that have been claimed; it may be old.
+//
+// No wait can be circular: when a tile of the second product is given out, all that it needs has
+// been claimed before.
+constexpr int kSecondShare = 3;  // down has a third of the multiplications
+
+template <class Counters>
+class Claims {
  public:
-  // A wave ends with the group with which it reaches `wave_tiles` row tiles.
-  MEGAMOE_HD Waves(const int* tile_start, int groups, int first_columns, int second_columns,
-                   int wave_tiles)
-      : tile_start_(tile_start),
+  MEGAMOE_HD Claims(Counters counters, const int* tile_start, int groups, int first_columns,
+                    int second_columns, int lead, bool prefers_second)
+      : counters_(counters),
+        tile_start_(tile_start),
         groups_(groups),
         first_columns_(first_columns),
         second_columns_(second_columns),
-        wave_tiles_(wave_tiles) {
-    next_wave();
-  }
+        lead_(lead),
+        prefers_second_(prefers_second) {}
 
-  // Finds tile `index`, a larger one from call to call; false: there are no more.
-  MEGAMOE_HD bool find(int index, bool* second, TilePlace* place) {
-    while (index >= first_columns_ * end_ + second_columns_ * (second_ ? begin_ : before_)) {
-      if (second_) {
-        if (begin_ == tile_start_[groups_]) return false;
-        next_wave();
+  // The next tile; false: there are no more.
+  MEGAMOE_HD bool next(bool* second, TilePlace* place) {
+    if (prefers_second_) hold();
+    if (first_left_ && !may_go()) {
+      const int index = counters_.first();
+      note(index + 1);
+      first_left_ = index < firsts();
+      if (first_left_) {
+        *second = false;
+        *place = place_tile(tile_start_, groups_, first_columns_, index);
+        return true;
       }
-      second_ = !second_;
     }
-    *second = second_;
-    *place =
-        second_
-            ? place_tile(tile_start_, groups_, second_columns_, index - first_columns_ * end_)
-            : place_tile(tile_start_, groups_, first_columns_, index - second_columns_ * before_);
+    hold();
+    if (held_ >= seconds()) return false;
+    *second = true;
+    *place = held_place_;
+    held_ = -1;
     return true;
   }
 
  private:
-  MEGAMOE_HD void next_wave() {
-    before_ = begin_;
-    begin_ = end_;
-    while (group_ < groups_ && end_ - begin_ < wave_tiles_) end_ = tile_start_[++group_];
+  MEGAMOE_HD int firsts() const { return tile_start_[groups_] * first_columns_; }
+  MEGAMOE_HD int seconds() const { return tile_start_[groups_] * second_columns_; }
+
+  // Has a tile of the second product, or knows that there are no more.
+  MEGAMOE_HD void hold() {
+    if (held_ >= 0) return;
+    held_ = counters_.second();
+    if (held_ >= seconds()) return;
+    held_place_ = place_tile(tile_start_, groups_, second_columns_, held_);
+    // It needs the first product's tiles of its block of row tiles, see place_tile().
+    const int start = tile_start_[held_place_.group], end = tile_start_[held_place_.group + 1];
+    const int block_end = start + ((held_place_.m - start) / kBlockTiles + 1) * kBlockTiles;
+    needed_ = (block_end < end ? block_end : end) * first_columns_ + lead_;
+    if (needed_ > firsts()) needed_ = firsts();
   }
 
+  // Whether a tile of the second product is held and the first is far enough ahead.
+  MEGAMOE_HD bool may_go() {
+    if (held_ < 0 || held_ >= seconds()) return false;
+    if (claimed_ < needed_) note(counters_.first_claimed());
+    return claimed_ >= needed_;
+  }
+
+  MEGAMOE_HD void note(int claimed) {
+    if (claimed_ < claimed) claimed_ = claimed;
+  }
+
+  Counters counters_;
   const int* tile_start_;
-  int groups_, first_columns_, second_columns_, wave_tiles_;
-  // At the first product's tiles of wave s or the second's of wave s - 1.
-  bool second_ = false;
-  int before_ = 0, begin_ = 0, end_ = 0;  // row tiles before waves s - 1, s and s + 1
-  int group_ = 0;                         // the first of wave s + 1
+  int groups_, first_columns_, second_columns_, lead_;
+  bool prefers_second_;
+  bool first_left_ = true;
+  int claimed_ = 0;  // tiles of the first product, as far as is known
+  int held_ = -1;    // number of a tile of the second product that this CTA has claimed
+  int needed_ = 0;   // tiles of the first product that must have been claimed before it
+  TilePlace held_place_{};
 };
 
 }  // namespace megamoe

@@ -11,8 +11,6 @@ namespace megamoe {
 constexpr int kMaxDevices = 16;
 constexpr int kMaxLocalExperts = 256;
 constexpr int kMaxTopK = 32;  // a warp handles a token's slots in one step
-// PlanShape::head_rows: more than the CTAs' first tiles have in the layers of Qwen3-MoE.
-constexpr int kHeadRows = 48 * kTileM;
 
 // What a waiting kernel writes before it stops, in memory that the host can read at any time.
 struct Failure {
@@ -58,7 +56,8 @@ struct Board {
   const void* dy[kMaxDevices];
   const int32_t* ids[kMaxDevices];
   const float* weights[kMaxDevices];
-  int32_t tile_claim, pull_claim, head_claim;  // next work of the round
+  int32_t tile_claim, pull_claim, own_claim;  // next work of the round
+  int32_t down_claim;                         // forward pass: next down tile, tile_claim: gate/up
   int32_t hidden_grad_parts;                   // kHiddenGradDone of all tiles of the round
   int32_t pushed_parts;                        // consumer warps that push no more rows in the round
   int32_t combine_claim;                       // next chunk of tokens to combine
