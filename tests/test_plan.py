@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 TILE = 128
 
 
-def model(ids, rank, local_experts, capacity_rows):
+def model(ids, rank, local_experts, capacity_rows, copied_rows):
     """The plan's definition, written with sorts and loops."""
     ranks, tokens, top_k = ids.shape
     experts = ranks * local_experts
@@ -35,7 +35,8 @@ def model(ids, rank, local_experts, capacity_rows):
     for begin in range(0, int(expert_start[-1]), capacity_rows):
         first_use = {}
         for r in range(begin, min(begin + capacity_rows, len(rows))):
-            if rows[r, 0] >= 0 and rows[r, 0] // tokens != rank:
+            copied = r < begin + copied_rows and rows[r, 0] // tokens == rank
+            if rows[r, 0] >= 0 and not copied:
                 first_use.setdefault(int(rows[r, 0]), int(tile_expert[r // TILE]))
         pulls.append(sorted(first_use, key=lambda t: (first_use[t], t)))
 
@@ -50,12 +51,16 @@ def model(ids, rank, local_experts, capacity_rows):
     )
 
 
-def check(ids, local_experts, capacity_rows):
+def check(ids, local_experts, capacity_rows, copied_rows=0):
     for rank in range(ids.shape[0]):
         got = _runtime.load().plan(
-            ids, rank=rank, local_experts=local_experts, capacity_rows=capacity_rows
+            ids,
+            rank=rank,
+            local_experts=local_experts,
+            capacity_rows=capacity_rows,
+            copied_rows=copied_rows,
         )
-        want = model(ids, rank, local_experts, capacity_rows)
+        want = model(ids, rank, local_experts, capacity_rows, copied_rows)
         assert got.keys() == want.keys()
         assert got["pulls"] == want["pulls"]
         for name in want.keys() - {"pulls"}:
@@ -89,7 +94,8 @@ def test_random_plans(seed):
         top_k = int(rng.integers(1, 9))
         capacity_rows = TILE * int(rng.choice([1, 2, 5, 1000]))
         ids = draw_ids(rng, ranks, tokens, top_k, ranks * local_experts)
-        check(ids, local_experts, capacity_rows)
+        copied_rows = rng.choice([0, TILE, 3 * TILE, capacity_rows])
+        check(ids, local_experts, capacity_rows, int(copied_rows))
 
 
 @pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 255, 256, 257])

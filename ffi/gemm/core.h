@@ -187,8 +187,8 @@ __device__ __forceinline__ void multiply_part(Stages<kStages>& stages, RingState
   if (k_blocks > 0) release_stage(stages, (ring.count - 1) % kStages);
 }
 
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators], of a tile of which `rows` rows and
-// `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
+// Multiplies `k_blocks` stages of the ring into d[kAccumulators], of a tile of which `rows` rows
+// and `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
 // consumer's number, 0 or 1. taken() is called when its turn has come.
 template <Major kA, Major kB, int kStages, class Taken = Nothing>
 __device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,

@@ -193,13 +193,15 @@ nb::list List(const int32_t* values, int64_t n) {
 }
 
 // The whole plan of `rank` for ids [R, T, K], with the pull list of every round, as lists.
-nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows) {
+nb::dict Plan(IdArray ids, int32_t rank, int32_t local_experts, int32_t capacity_rows,
+              int32_t copied_rows) {
   PlanShape shape;
   shape.ranks = static_cast<int32_t>(ids.shape(0));
   shape.tokens = static_cast<int32_t>(ids.shape(1));
   shape.top_k = static_cast<int32_t>(ids.shape(2));
   shape.local_experts = local_experts;
   shape.capacity_rows = capacity_rows;
+  shape.copied_rows = copied_rows;
   CheckShape(shape);
   const PlanLayout layout = PlanLayout::For(shape);
   // Poisoned, so that a plan that reads what it has not written shows.
@@ -240,9 +242,9 @@ nb::list TileClaims(const std::vector<int>& tile_start, int first_columns, int s
   int claimed[2] = {};
   std::vector<std::pair<int, Claims<Counters>>> busy;
   for (int cta = 0; cta < ctas; ++cta) {
-    busy.emplace_back(cta, Claims<Counters>({claimed}, tile_start.data(),
-                                            static_cast<int>(tile_start.size()) - 1, first_columns,
-                                            second_columns, lead, cta % kSecondShare == 0));
+    busy.emplace_back(
+        cta, Claims<Counters>({claimed}, tile_start.data(), static_cast<int>(tile_start.size()) - 1,
+                              first_columns, second_columns, lead, cta % kSecondShare == 0));
   }
   nb::list order;
   std::mt19937 random(seed);
@@ -303,9 +305,10 @@ NB_MODULE(_ffi, m) {
         "pool_bytes"_a, "return_bytes"_a);
   m.def("cuda_workspace_bytes", CudaWorkspaceBytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,
         "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a, "staged"_a = false);
-  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a);
-  m.def("tile_claims", TileClaims, "tile_start"_a, "first_columns"_a, "second_columns"_a,
-        "lead"_a, "ctas"_a, "seed"_a);
+  m.def("plan", Plan, "ids"_a, nb::kw_only(), "rank"_a, "local_experts"_a, "capacity_rows"_a,
+        "copied_rows"_a = 0);
+  m.def("tile_claims", TileClaims, "tile_start"_a, "first_columns"_a, "second_columns"_a, "lead"_a,
+        "ctas"_a, "seed"_a);
 }
 
 }  // namespace megamoe

@@ -1,10 +1,12 @@
 // The expert path of one round as one persistent kernel.
 //
 // 384 threads a CTA, one CTA an SM. The first warpgroup feeds: a placing thread (claims tiles,
-// waits for their operands), a loader thread (loads them by TMA) and a puller warp (fetches token
-// rows from their owners). The other two warpgroups multiply and store.
+// waits for their operands), a loader thread (loads them by TMA), a puller warp (fetches token rows
+// from other ranks) and a copying warp (this rank's own rows; the puller helps when it is done).
+// The other two warpgroups multiply and store.
 //
 //   pull      x row of a source token -> every pool row that needs it     (puller, bulk copies)
+//   copy      x rows of this rank's tokens -> pool rows, in their order
 //   gate/up   x_pool @ w_gate, w_up -> SwiGLU, times routing weight -> act_pool: a gate tile, then
 //             the up tile of the same place, whose epilogue needs the gates
 //   down      act_pool @ w_down -> row segments pushed to the home rank's [slot][token] buffer
@@ -12,7 +14,8 @@
 // Each product's tiles are claimed in order, by an atomic counter, so a tile only waits for tiles
 // that a running CTA has claimed before it. (A push may also wait for its CTA's next tile, but no
 // other CTA waits for a push.) Both products are at work all the time (Claims in
-// ffi/plan/tile_order.h): in the down projection alone the pushes would be more than a link carries.
+// ffi/plan/tile_order.h): in the down projection alone the pushes would be more than a link
+// carries.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,8 +34,11 @@ namespace megamoe {
 
 constexpr int kStages = 4;
 constexpr int kTileSlots = 4;
-// Gate/up tiles of a CTA, with those that it has claimed ahead: so many are not done when a down
-// tile is claimed that needs none of them.
+// Claims of own rows by each consumer warp before it multiplies: all of them together are more rows
+// than the CTAs' first tiles have in the layers of Qwen3-MoE.
+constexpr int kFirstClaims = 2;
+// Gate/up tiles, for each CTA, that have been claimed after those that a down tile needs: about as
+// many are being multiplied or wait in the CTAs' rings. On H200, 3 gave the same times.
 constexpr int kLeadTiles = 2;
 
 struct ExpertsMaps {
@@ -232,7 +238,8 @@ struct Experts {
   __device__ __forceinline__ void up_tile(RingState<kTileSlots>& tile_ring,
                                           RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    const Work& work = multiply_tile(1, args.hidden, tile_ring, ring, acc, [] { GateExchange::release(); });
+    const Work& work =
+        multiply_tile(1, args.hidden, tile_ring, ring, acc, [] { GateExchange::release(); });
     GateExchange::wait_until_full();
 #pragma unroll
     for (int b = 0; b < GateExchange::kBlocks; ++b) {
@@ -269,10 +276,12 @@ struct Experts {
   // The warpgroups take tiles in turn.
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
-    copy_own_rows<1, 8>(args, first_row(), kHeadClaims);
+    copy_own_rows<1, 8>(args, first_row(), kFirstClaims);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
+    shared.tiles.peek(tile_ring);
+    mark(1);
     for (;; shared.tiles.next(tile_ring)) {
       const Kind kind = shared.tiles.peek(tile_ring).kind;
       if (kind == Kind::kEnd) break;
@@ -293,7 +302,7 @@ struct Experts {
       }
     }
     __threadfence_system();
-    mark(1);
+    mark(2);
   }
 };
 

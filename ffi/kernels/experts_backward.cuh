@@ -51,7 +51,7 @@ struct BackwardArgs {
   int32_t* own_claim;
   int32_t* hidden_grad_parts;
   int32_t* pushed_parts;
-  PullSource source[2];  // x, dy
+  PullSource source[2];      // x, dy
   __nv_bfloat16* gate_pool;  // [capacity rows, I] each
   __nv_bfloat16* up_pool;
   __nv_bfloat16* act_pool;
@@ -59,7 +59,7 @@ struct BackwardArgs {
   const uint64_t* row_target;
   int32_t* gate_up_done;
   int32_t* hidden_grad_done;
-  float* partial_dots;  // [column tiles of I, capacity rows]
+  float* partial_dots;
   float* carried;  // [3][2][H, I] f32, down: [I, H]
   void* dw[3];
   Combine combine;
@@ -100,9 +100,9 @@ struct Backward {
     int32_t row, rows;  // of the pools
     int32_t columns;    // from the tile's first that are not padding
     int32_t k_blocks;
-    int32_t matrix;     // 0 gate, 1 up, 2 down
-    // Weight grad: where the gradient of an expert whose rows span rounds is carried, or -1; whether
-    // an earlier round has begun it.
+    int32_t matrix;  // 0 gate, 1 up, 2 down
+    // Weight grad: where the gradient of an expert whose rows span rounds is carried, or -1;
+    // whether an earlier round has begun it.
     int32_t carried;
     bool continues;
   };
@@ -144,8 +144,8 @@ struct Backward {
 
   // ---- placing thread -------------------------------------------------------------------------
 
-  // A tile of `matrices` results side by side, which have `columns` columns each; `depth` is that of
-  // the contraction.
+  // A tile of `matrices` results side by side, which have `columns` columns each; `depth` is that
+  // of the contraction.
   __device__ Work row_work(Kind kind, int matrices, int columns, int depth, int index) const {
     const int tiles = column_tiles(columns);
     const TilePlace place =
@@ -529,8 +529,8 @@ struct Backward {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first + 4 * i;
+      unit[i] = __shfl_sync(~0u, units[i / 2], 16 * (i % 2) + lane / 8 * 4);
       weight[i] = row < work.rows ? args.row_weight[first_row() + work.row + row] : 0.0f;
-      unit[i] = __shfl_sync(~0u, units[i / 2], (4 * i + lane / 8) % 8 * 4);
     }
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
@@ -553,7 +553,7 @@ struct Backward {
       for (int step = 1; step < 8; step *= 2) dot[i] += __shfl_xor_sync(~0u, dot[i], step);
       const int row = first + 4 * i;
       if (row < work.rows && lane % 8 == 0) {
-        args.partial_dots[int64_t{work.n} * args.shape.capacity_rows + work.row + row] =
+        args.partial_dots[int64_t{work.row + row} * intermediate_columns() + work.n] =
             dot[i] * unit[i];
       }
     }
@@ -628,7 +628,7 @@ struct Backward {
 
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
-    copy_own_rows<2, 8>(args, first_row(), kHeadClaims);
+    copy_own_rows<2, 8>(args, first_row(), INT_MAX);
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
@@ -670,10 +670,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) backward.load();
     if (threadIdx.x == 64) backward.place();
     if (warp == 1) Puller<2, BackwardArgs>{args, shared.pull, backward.first_row()}.run();
-    if (warp % 2 == 1) {
-      copy_own_rows<2, 4>(args, backward.first_row(), INT_MAX);
-      backward.combine();
-    }
+    if (warp % 2 == 1) backward.combine();
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
     backward.consume(warp / 4 - 1);
@@ -727,9 +724,7 @@ __global__ void send_dots_kernel(BackwardArgs args, int64_t returned_weights, in
     const PoolRow from = args.plan.rows[first + row];
     if (from.token < 0) continue;
     float sum = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      sum += args.partial_dots[int64_t{p} * args.shape.capacity_rows + row];
-    }
+    for (int p = 0; p < parts; ++p) sum += args.partial_dots[int64_t{row} * parts + p];
     const int rank = from.token / args.shape.tokens;
     const int64_t slot =
         int64_t{from.token - rank * args.shape.tokens} * args.shape.top_k + from.slot;

@@ -133,8 +133,8 @@ struct Planner {
     }
   }
 
-  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, if there are other ranks,
-  // in the order of use. A warp counts the same chunks as it has placed.
+  // Starts a round: nothing claimed, nothing arrived; the tokens to pull, in the order of use. A
+  // warp counts the same chunks as it has placed.
   __device__ void pulls(int round) const {
     const PlanShape& shape = args.shape;
     // The first round starts even without rows: the backward pass has zeros to write.
@@ -152,7 +152,7 @@ struct Planner {
       args.board->pushed_parts = 0;
       args.board->combine_claim = 0;
     }
-    if (shape.ranks == 1) {
+    if (shape.ranks == 1 && shape.copied_rows >= shape.capacity_rows) {
       if (thread == 0) args.plan.pull_start[shape.local_experts] = 0;
       return;
     }

@@ -31,7 +31,7 @@ std::string status_text(cudaError_t status) {
   return status == cudaSuccess ? "" : cudaGetErrorString(status);
 }
 
-Launch::Launch(const ExpertCall& call, cudaStream_t stream)
+Launch::Launch(const ExpertCall& call, int32_t copied_rows, cudaStream_t stream)
     : call(call),
       shape(call.shape),
       layout(DeviceLayout::For(call.shape)),
@@ -39,7 +39,9 @@ Launch::Launch(const ExpertCall& call, cudaStream_t stream)
       board(at<Board>(layout.common.flags)),
       buffers(layout.common.plan.At(block + layout.common.plan_base)),
       sms(std::max(1, multiprocessors() - call.reserved_sms)),
-      stream(stream) {}
+      stream(stream) {
+  shape.plan.copied_rows = copied_rows;
+}
 
 void Launch::meet(const void* dy) const {
   // The call before has finished, so no peer reads the staged operands any more.

@@ -14,7 +14,7 @@ struct Combine;
 // One call on its way onto a stream.
 class Launch {
  public:
-  Launch(const ExpertCall& call, cudaStream_t stream);
+  Launch(const ExpertCall& call, int32_t copied_rows, cudaStream_t stream);
 
   // Stages the operands where the workspace spans processes. `dy` is null in the forward pass.
   void meet(const void* dy) const;
@@ -35,7 +35,7 @@ class Launch {
   }
 
   const ExpertCall& call;
-  const WorkspaceShape& shape;
+  WorkspaceShape shape;  // the call's, with copied_rows
   const DeviceLayout layout;
   char* const block;
   Board* const board;

@@ -15,9 +15,11 @@
 // capacity: in their last bits, and only where these rows span rounds and are summed round by
 // round.
 //
-// Pull list. The source tokens of a round that are fetched from other ranks, each once for all of
-// its pool rows, in the order of first use. The rows of this rank's own tokens are not in it: they
-// are copied one by one, in the order of the pool.
+// Pull list. The source tokens of a round that are fetched from their owners, each once for all of
+// its pool rows, in the order of first use. Only the rows of a round's first `copied_rows` that
+// come from this rank's own tokens are not in it: they are copied one by one, in the order of the
+// pool, so that the first tiles need not wait until their tokens' other rows have been written,
+// too.
 //
 // The functions below are phases. Each is written for a team of 32 lanes and is the same text on
 // the device (a warp) and on the host (a loop). Between two phases everything written by the first
@@ -69,6 +71,7 @@ struct PlanShape {
   int32_t top_k = 1;               // slots per token
   int32_t local_experts = 1;       // per rank
   int32_t capacity_rows = kTileM;  // pool rows of a round, a multiple of kTileM
+  int32_t copied_rows = 0;         // see "Pull list" above
 
   MEGAMOE_HD int64_t source_tokens() const { return int64_t{ranks} * tokens; }
   MEGAMOE_HD int64_t slots() const { return source_tokens() * top_k; }
@@ -304,9 +307,10 @@ MEGAMOE_HD inline int32_t CountSlowly(const PlanShape& shape, int32_t rank, cons
 // ordered by expert, so it is the expert of the lowest row inside the round's window.
 MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, int32_t rank, const PlanBuffers& plan,
                                       int32_t round, int64_t token) {
-  if (token / shape.tokens == rank) return -1;
   const int64_t end = (int64_t{round} + 1) * shape.capacity_rows;
-  const int64_t begin = end - shape.capacity_rows;
+  const int64_t begin =
+      end - shape.capacity_rows + (token / shape.tokens == rank ? shape.copied_rows : 0);
+  if (begin >= end) return -1;
   int64_t lowest = end;
   int32_t first_expert = -1;
   for (int32_t first = 0; first < shape.top_k; first += kBatch) {

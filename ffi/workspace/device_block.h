@@ -58,9 +58,9 @@ struct Board {
   const float* weights[kMaxDevices];
   int32_t tile_claim, pull_claim, own_claim;  // next work of the round
   int32_t down_claim;                         // forward pass: next down tile, tile_claim: gate/up
-  int32_t hidden_grad_parts;                   // kHiddenGradDone of all tiles of the round
-  int32_t pushed_parts;                        // consumer warps that push no more rows in the round
-  int32_t combine_claim;                       // next chunk of tokens to combine
+  int32_t hidden_grad_parts;                  // kHiddenGradDone of all tiles of the round
+  int32_t pushed_parts;                       // consumer warps that push no more rows in the round
+  int32_t combine_claim;                      // next chunk of tokens to combine
   uint32_t plan_barrier;
 };
 static_assert(sizeof(Board) <= WorkspaceLayout::kFlagBytes);

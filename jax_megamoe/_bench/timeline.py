@@ -15,7 +15,7 @@ from jax_megamoe._bench import layer
 from jax_megamoe.config import MoEConfig
 
 PHASES = {
-    "forward": ("gate/up and down",),
+    "forward": ("first rows", "gate/up and down"),
     "backward": ("recompute", "hidden gradients", "input gradients", "weight gradients"),
 }
 _CALLS = 5  # the last one counts
