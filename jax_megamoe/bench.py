@@ -30,10 +30,15 @@ _PEER_TIMEOUT_S = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, or reads earlier results; prints the table, and writes and draws the records."""
+    """Measures, or reads earlier results; prints the table, and writes and draws the records.
+
+    Returns:
+      The exit status: 1 where something was to be measured and nothing could be, else 0.
+    """
     options = _parse(arguments)
     appended = [options.out] if options.out and options.out.exists() else []
     plot = _plot_module(options)
+    failed = False
     try:
         records = report.read(options.read or appended)
     except ValueError as error:
@@ -53,13 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records.append(record)
             if options.out:
                 report.write(options.out, records)
-        print(report.table(records[earlier:]))
+        made = records[earlier:]
+        failed = bool(made) and all("error" in record for record in made)
+        print(report.table(made))
     if plot:
         try:
             plot.draw(report.newest(report.of_layers(records)), options.plot)
         except (ValueError, OSError) as error:
             sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
-    return 0
+    return int(failed)
 
 
 def _plot_module(options):
