@@ -180,6 +180,39 @@ def test_claims_of_two_products(seed):
             assert cta % 3 == 0 or claimed == len(wanted[0])
 
 
+@pytest.mark.parametrize("ctas", [1, 2, 3])
+def test_second_product_is_claimed_as_soon_as_it_may_be(ctas):
+    """CTA 0 alone prefers it: its next tile, once the first is `lead` tiles beyond its block."""
+    rng = np.random.default_rng(ctas)
+    for _ in range(100):
+        starts = np.cumsum([0, *rng.choice([0, 1, 2, 20, 40], int(rng.integers(9)))]).tolist()
+        first, second = (int(rng.integers(1, high)) for high in (5, 12))
+        lead = int(rng.choice([0, 1, 40]))
+        claims = _runtime.load().tile_claims(
+            starts, first, second, lead, ctas, int(rng.integers(2**32))
+        )
+        firsts, seconds = (tiles_in_order(starts, columns) for columns in (first, second))
+        claimed = taken = 0
+        for cta, is_second, *_ in claims:
+            if claimed == len(firsts):
+                break
+            if cta == 0:
+                ready = taken < len(seconds)
+                if ready:
+                    g, m, _ = seconds[taken]
+                    block_end = min(m + 16 - (m - starts[g]) % 16, starts[g + 1])
+                    ready = claimed >= block_end * first + lead
+                assert is_second == ready
+            claimed += not is_second
+            taken += is_second
+
+
+def test_no_cta_ends_while_the_first_product_has_tiles():
+    """Not even those that find no tile of the second, which they prefer."""
+    claims = _runtime.load().tile_claims([0, 1], 1000, 1, 0, 10, 0)
+    assert {cta for cta, *_ in claims} == set(range(10))
+
+
 def test_down_does_not_wait_for_all_of_gate_up():
     """Most tiles of the second product are claimed while there are some of the first."""
     claims = _runtime.load().tile_claims(list(range(0, 1001, 10)), 4, 11, 24, 12, 0)
