@@ -1,4 +1,5 @@
-"""The routing plan against a NumPy model, over shapes, skews, repeated and invalid ids."""
+"""The routing plan against a NumPy model, over shapes, skews, repeated and invalid ids; the order
+in which tiles are claimed."""
 
 import numpy as np
 import pytest

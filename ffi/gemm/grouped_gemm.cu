@@ -5,6 +5,7 @@
 #include "ffi/gemm/grouped_gemm.h"
 #include "ffi/gemm/tensor_map.h"
 #include "ffi/gemm/tiles.h"
+#include "ffi/plan/tile_order.h"
 
 namespace megamoe {
 namespace {

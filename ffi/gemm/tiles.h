@@ -2,7 +2,6 @@
 #pragma once
 
 #include "ffi/gemm/core.h"
-#include "ffi/plan/tile_order.h"
 
 namespace megamoe {
 

@@ -51,8 +51,9 @@ std::string encode_maps(const BackwardCall& call, const Launch& launch, Backward
 }  // namespace
 
 std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
-  // More than the CTAs' first tiles have in the layers of Qwen3-MoE. All of them, of x and dy,
-  // would take longer than the recomputation; it made the 30B backward pass 4% slower on H200.
+  // Copied rows: more than the CTAs' first tiles have in the layers of Qwen3-MoE. Copying all own
+  // rows, of x and dy, would take longer than the recomputation; it made the 30B backward pass 4%
+  // slower on H200.
   const Launch launch(call, 48 * kTileM, stream);
   const DeviceLayout& layout = launch.layout;
   const PlanShape& plan = launch.shape.plan;

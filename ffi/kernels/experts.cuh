@@ -20,6 +20,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <climits>
+
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
@@ -29,6 +31,7 @@
 #include "ffi/kernels/sync.cuh"
 #include "ffi/kernels/timeline.cuh"
 #include "ffi/plan/plan.h"
+#include "ffi/plan/tile_order.h"
 
 namespace megamoe {
 

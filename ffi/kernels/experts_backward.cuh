@@ -2,7 +2,7 @@
 // (experts.cuh): a placing and a loader thread, a puller warp, two multiplying and storing
 // warpgroups; and a warp that combines, with the puller's when that is done.
 //
-//   pull         x and dy rows -> pools
+//   pull         x and dy rows -> pools; the first of this rank's own the consumers copy
 //   recompute    x_pool @ w_gate, w_up                     -> gate_pool, up_pool
 //   hidden grad  dA = dy_pool @ w_down^T; with g and u from the pools:
 //                A' = w silu(g) u -> act_pool, dG -> gate_pool, dU -> up_pool,
@@ -19,6 +19,8 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include <climits>
+
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
 #include "ffi/gemm/tiles.h"
@@ -29,6 +31,7 @@
 #include "ffi/kernels/sync.cuh"
 #include "ffi/kernels/timeline.cuh"
 #include "ffi/plan/plan.h"
+#include "ffi/plan/tile_order.h"
 
 namespace megamoe {
 

@@ -152,6 +152,7 @@ struct Planner {
       args.board->pushed_parts = 0;
       args.board->combine_claim = 0;
     }
+    // All rows are this rank's own and copied.
     if (shape.ranks == 1 && shape.copied_rows >= shape.capacity_rows) {
       if (thread == 0) args.plan.pull_start[shape.local_experts] = 0;
       return;

@@ -1,8 +1,9 @@
-// Fetching token rows from their owners: the work of a puller warp.
+// Bringing token rows into pools: a puller warp fetches them from their owners, each for every
+// place that needs it; this rank's own may also be copied, row by row.
 //
-// The rows are copied into pools, each to every place that needs it, because TMA cannot gather rows
-// on Hopper. Gathering them into the stages with cp.async instead, without a pool, was measured on
-// H200 and made the 30B forward pass 7% slower: two warps cannot fill stages as fast as TMA does.
+// There are pools because TMA cannot gather rows on Hopper. Gathering them into the stages with
+// cp.async instead, without a pool, was measured on H200 and made the 30B forward pass 7% slower:
+// two warps cannot fill stages as fast as TMA does.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>

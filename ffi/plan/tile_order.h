@@ -45,11 +45,12 @@ MEGAMOE_HD inline TilePlace place_tile(const int* tile_start, int groups, int co
 }
 
 // What a CTA claims of the tiles of two products on the same row tiles, the second of which (down)
-// needs the first (gate/up). One CTA in kSecondShare prefers tiles of the second product, which
-// follow `lead` tiles of the first behind what they need, so that both are at work at all times:
-// sending the results is spread over the whole kernel, and what is between the products is read
-// while it is in L2. (Going from one product to the other often would cost a CTA time at each turn:
-// in waves of experts that all CTAs work on, it was measured to.)
+// needs the first (gate/up). One CTA in kSecondShare prefers tiles of the second product: it takes
+// one once `lead` more tiles of the first have been claimed than that one needs, so that they are
+// likely to be done. So both products are at work at all times: sending the results is spread over
+// the whole kernel, and what is between the products is read while it is in L2. (Going from one
+// product to the other often would cost a CTA time at each turn: in waves of experts that all CTAs
+// work on, it was measured to.)
 //
 // `Counters` has first() and second(), each of which claims a tile by its number, and
 // first_claimed(), a number of the first product's tiles that have been claimed; it may be old.
