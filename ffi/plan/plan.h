@@ -71,7 +71,7 @@ struct PlanShape {
   int32_t top_k = 1;               // slots per token
   int32_t local_experts = 1;       // per rank
   int32_t capacity_rows = kTileM;  // pool rows of a round, a multiple of kTileM
-  int32_t copied_rows = 0;         // see "Pull list" above
+  int32_t copied_rows = 0;         // see "Pull list" above; a multiple of kTileM
 
   MEGAMOE_HD int64_t source_tokens() const { return int64_t{ranks} * tokens; }
   MEGAMOE_HD int64_t slots() const { return source_tokens() * top_k; }
