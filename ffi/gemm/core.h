@@ -36,8 +36,8 @@ constexpr int kTileN = 192;
 constexpr int kRowBlocks = 2;  // 64-row blocks of a tile
 constexpr int kStageBytesA = kTileM * kBlockK * 2;
 constexpr int kStageBytesB = kTileN * kBlockK * 2;
+constexpr int kStages = 4;
 
-template <int kStages>
 struct Stages {
   alignas(1024) uint8_t a[kStages][kStageBytesA];
   alignas(1024) uint8_t b[kStages][kStageBytesB];
@@ -126,8 +126,7 @@ struct Turns {
   }
 };
 
-template <int kStages>
-__device__ __forceinline__ void release_stage(Stages<kStages>& stages, int index) {
+__device__ __forceinline__ void release_stage(Stages& stages, int index) {
   if (threadIdx.x % 32 == 0) stages.empty[index].arrive();
 }
 
@@ -151,8 +150,8 @@ struct Instruction<64, kA, kB> {
 
 // Multiplies `k_blocks` stages of the ring into d[kAccumulators]: of the tile's row blocks the
 // first kUsedBlocks, of its columns the first kColumns. See multiply().
-template <Major kA, Major kB, int kUsedBlocks, int kColumns, int kStages, class Taken>
-__device__ __forceinline__ void multiply_part(Stages<kStages>& stages, RingState<kStages>& ring,
+template <Major kA, Major kB, int kUsedBlocks, int kColumns, class Taken>
+__device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>& ring,
                                               uint32_t warpgroup, int k_blocks, float* d,
                                               const Taken& taken) {
   static_assert(kColumns == kTileN || kColumns == 128 || kColumns == 64);
@@ -190,8 +189,8 @@ __device__ __forceinline__ void multiply_part(Stages<kStages>& stages, RingState
 // Multiplies `k_blocks` stages of the ring into d[kAccumulators], of a tile of which `rows` rows
 // and `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
 // consumer's number, 0 or 1. taken() is called when its turn has come.
-template <Major kA, Major kB, int kStages, class Taken = Nothing>
-__device__ __forceinline__ void multiply(Stages<kStages>& stages, RingState<kStages>& ring,
+template <Major kA, Major kB, class Taken = Nothing>
+__device__ __forceinline__ void multiply(Stages& stages, RingState<kStages>& ring,
                                          uint32_t warpgroup, int rows, int columns, int k_blocks,
                                          float* d, const Taken& taken = {}) {
   if (columns > 128) {

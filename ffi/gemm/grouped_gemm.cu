@@ -10,8 +10,6 @@
 namespace megamoe {
 namespace {
 
-constexpr int kStages = 4;
-constexpr int kTileSlots = 4;
 constexpr int kMaxGroups = 256;
 
 struct Work {
@@ -21,9 +19,9 @@ struct Work {
 };
 
 struct Shared {
-  Stages<kStages> stages;
+  Stages stages;
   WarpBuffers buffers;
-  TileRing<Work, kTileSlots> tiles;
+  TileRing<Work> tiles;
   int32_t tile_start[kMaxGroups + 1];
 };
 
@@ -46,7 +44,7 @@ struct Majors {
 template <Product kProduct>
 __device__ __forceinline__ void load_stage(const Maps& maps, const Geometry& geometry,
                                            const Work& work, const int* tile_start, int kb,
-                                           Stages<kStages>& stages, int stage) {
+                                           Stages& stages, int stage) {
   const TilePlace& tile = work.place;
   uint64_t* bar = reinterpret_cast<uint64_t*>(&stages.full[stage]);
   uint8_t* a = stages.a[stage];

@@ -9,46 +9,48 @@ __host__ __device__ constexpr int column_tiles(int columns) {
   return (columns + kTileN - 1) / kTileN;
 }
 
+constexpr int kTileSlots = 4;
+
 // Ring of tiles on their way from the thread that places them to the loader thread and the consumer
 // warps. Placing is a thread's work of its own: a loader that finds its next tile itself keeps the
 // stages waiting, which cost the down projection 12% of its rate on H200.
-template <class Work, int kSlots>
+template <class Work>
 struct TileRing {
-  Work work[kSlots];
-  Barrier full[kSlots];
-  Barrier empty[kSlots];
+  Work work[kTileSlots];
+  Barrier full[kTileSlots];
+  Barrier empty[kTileSlots];
 
   __device__ void init() {
-    for (int s = 0; s < kSlots; ++s) {
+    for (int s = 0; s < kTileSlots; ++s) {
       full[s].init(1);
       empty[s].init(kConsumerWarps + 1);
     }
   }
   // One thread.
-  __device__ __forceinline__ void push(RingState<kSlots>& at, const Work& next) {
+  __device__ __forceinline__ void push(RingState<kTileSlots>& at, const Work& next) {
     empty[at.index()].wait(at.phase() ^ 1);
     work[at.index()] = next;
     full[at.index()].arrive();
     at.advance();
   }
   // A reader: the work at its place in the ring, which stays readable until the reader moves on.
-  __device__ __forceinline__ const Work& peek(const RingState<kSlots>& at) {
+  __device__ __forceinline__ const Work& peek(const RingState<kTileSlots>& at) {
     full[at.index()].wait(at.phase());
     return work[at.index()];
   }
   // The same, read again: what is derived from it must not take a register of the main loops.
-  __device__ __forceinline__ const Work& here(RingState<kSlots>& at) const {
+  __device__ __forceinline__ const Work& here(RingState<kTileSlots>& at) const {
     asm volatile("" : "+r"(at.count));
     return work[at.index()];
   }
   // A consumer warp.
-  __device__ __forceinline__ void next(RingState<kSlots>& at) {
+  __device__ __forceinline__ void next(RingState<kTileSlots>& at) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) empty[at.index()].arrive();
     at.advance();
   }
   // The loader.
-  __device__ __forceinline__ void next_of_thread(RingState<kSlots>& at) {
+  __device__ __forceinline__ void next_of_thread(RingState<kTileSlots>& at) {
     empty[at.index()].arrive();
     at.advance();
   }

@@ -35,8 +35,6 @@
 
 namespace megamoe {
 
-constexpr int kStages = 4;
-constexpr int kTileSlots = 4;
 // Claims of own rows by each consumer warp before it multiplies: all of them together are more rows
 // than the CTAs' first tiles have in the layers of Qwen3-MoE.
 constexpr int kFirstClaims = 2;
@@ -72,10 +70,10 @@ struct Work {
 };
 
 struct ExpertsShared {
-  Stages<kStages> stages;
+  Stages stages;
   WarpBuffers buffers;
   PullBuffers pull;
-  TileRing<Work, kTileSlots> tiles;
+  TileRing<Work> tiles;
   // Of the round's window, in tiles and rows from its first.
   int32_t tile_start[kMaxLocalExperts + 1];
   int32_t row_end[kMaxLocalExperts];

@@ -92,9 +92,6 @@ __device__ inline int carried_slot(const BackwardArgs& args, int e) {
 }
 
 struct Backward {
-  static constexpr int kStages = 4;
-  static constexpr int kTileSlots = 4;
-
   enum class Kind : int32_t { kRecompute, kHiddenGrad, kInputGrad, kWeightGrad, kEnd, kNothing };
 
   struct Work {
@@ -111,10 +108,10 @@ struct Backward {
   };
 
   struct Shared {
-    megamoe::Stages<kStages> stages;
+    Stages stages;
     WarpBuffers buffers;
     PullBuffers pull;
-    TileRing<Work, kTileSlots> tiles;
+    TileRing<Work> tiles;
     // In rows and tiles from the first of the round.
     int32_t tile_start[kMaxLocalExperts + 1];
     int32_t row_start[kMaxLocalExperts];
