@@ -69,10 +69,18 @@ def test_every_token_count_is_the_oracles(tokens):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (192, 1536)]
+    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
 )
 def test_odd_sizes_are_the_oracles(hidden, intermediate):
     inputs = make_inputs(Shape(hidden=hidden, intermediate=intermediate), **BF16)
+    check(fused()(inputs), inputs)
+
+
+def test_own_rows_that_are_copied_and_that_are_pulled():
+    """The first 6144 rows of a round are copied if they are the rank's own, the rest is pulled."""
+    inputs = make_inputs(
+        Shape(tokens=3200, top_k=4, experts=8, hidden=128, intermediate=64), **BF16
+    )
     check(fused()(inputs), inputs)
 
 

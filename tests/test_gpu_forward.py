@@ -130,7 +130,7 @@ def test_extreme_top_k_is_the_oracles(experts, top_k):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (192, 1536)]
+    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
 )
 def test_odd_sizes_are_the_oracles(hidden, intermediate):
     inputs = make_inputs(Shape(hidden=hidden, intermediate=intermediate), **BF16)
