@@ -22,7 +22,7 @@ from cases import (
     sharded,
 )
 from jax.sharding import PartitionSpec as P
-from test_gpu_forward import BF16, QWEN3_LAYERS, rank_attributes, ranks_on_one_gpu
+from test_gpu_forward import BF16, ODD_SIZES, QWEN3_LAYERS, rank_attributes, ranks_on_one_gpu
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
 
@@ -68,9 +68,7 @@ def test_every_token_count_is_the_oracles(tokens):
     check(fused()(inputs), inputs)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
-)
+@pytest.mark.parametrize(("hidden", "intermediate"), ODD_SIZES)
 def test_odd_sizes_are_the_oracles(hidden, intermediate):
     inputs = make_inputs(Shape(hidden=hidden, intermediate=intermediate), **BF16)
     check(fused()(inputs), inputs)

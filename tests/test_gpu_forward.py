@@ -38,6 +38,8 @@ FFI = MoEConfig(implementation="ffi")
 # H, I and E of the 30B layer, and of the 235B layer with a quarter of its experts: drawing more
 # weights takes the host longer than the rest of the test.
 QWEN3_LAYERS = [(2048, 768, 128), (4096, 1536, 32)]
+# H and I: the least; no multiples of a tile; rows of two pieces, and of three uneven ones; H < I.
+ODD_SIZES = [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
 _keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
 
 
@@ -129,9 +131,7 @@ def test_extreme_top_k_is_the_oracles(experts, top_k):
     check_forward(single()(*inputs.args)[0], inputs)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
-)
+@pytest.mark.parametrize(("hidden", "intermediate"), ODD_SIZES)
 def test_odd_sizes_are_the_oracles(hidden, intermediate):
     inputs = make_inputs(Shape(hidden=hidden, intermediate=intermediate), **BF16)
     check_forward(single()(*inputs.args)[0], inputs)

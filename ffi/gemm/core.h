@@ -194,7 +194,7 @@ __device__ __forceinline__ void multiply(Stages& stages, RingState<kStages>& rin
                                          uint32_t warpgroup, int rows, int columns, int k_blocks,
                                          float* d, const Taken& taken = {}) {
   if (columns > 128) {
-    if (rows > 64) {
+    if (rows > kTileM / kRowBlocks) {
       multiply_part<kA, kB, kRowBlocks, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);
     } else {
       multiply_part<kA, kB, 1, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);

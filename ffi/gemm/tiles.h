@@ -9,6 +9,11 @@ __host__ __device__ constexpr int column_tiles(int columns) {
   return (columns + kTileN - 1) / kTileN;
 }
 
+// Columns that column tile `n` of a matrix with `columns` columns has.
+__host__ __device__ constexpr int columns_of_tile(int columns, int n) {
+  return columns - n * kTileN < kTileN ? columns - n * kTileN : kTileN;
+}
+
 constexpr int kTileSlots = 4;
 
 // Ring of tiles on their way from the thread that places them to the loader thread and the consumer

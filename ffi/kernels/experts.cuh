@@ -115,7 +115,7 @@ struct Experts {
     if (!claims.next(&down, &place)) return {Kind::kEnd, {}, 0, 0};
     return {down ? Kind::kDown : Kind::kGate, place,
             min(kTileM, shared.row_end[place.group] - place.m * kTileM),
-            min(kTileN, (down ? args.hidden : args.intermediate) - place.n * kTileN)};
+            columns_of_tile(down ? args.hidden : args.intermediate, place.n)};
   }
 
   __device__ void wait_for_operands(const Work& work, const Pieces& pieces) const {
@@ -281,7 +281,7 @@ struct Experts {
     RingState<kStages> ring;
     RingState<kTileSlots> tile_ring;
     Turns::start(warpgroup);
-    shared.tiles.peek(tile_ring);
+    shared.tiles.peek(tile_ring);  // the first rows are here
     mark(1);
     for (;; shared.tiles.next(tile_ring)) {
       const Kind kind = shared.tiles.peek(tile_ring).kind;

@@ -158,7 +158,7 @@ struct Backward {
     work.n = place.n % tiles;
     work.row = place.m * kTileM;
     work.rows = min(kTileM, shared.row_start[work.group] + shared.rows[work.group] - work.row);
-    work.columns = min(kTileN, columns - work.n * kTileN);
+    work.columns = columns_of_tile(columns, work.n);
     work.k_blocks = depth / kBlockK;
     return work;
   }
@@ -179,8 +179,7 @@ struct Backward {
     const int m_tiles = work.matrix == 2 ? down_m : gate_m;
     work.m = left % m_tiles;
     work.n = left / m_tiles;
-    work.columns =
-        min(kTileN, (work.matrix == 2 ? args.hidden : args.intermediate) - work.n * kTileN);
+    work.columns = columns_of_tile(work.matrix == 2 ? args.hidden : args.intermediate, work.n);
     const int capacity = args.shape.capacity_rows;
     const int start = shared.row_start[e], end = start + shared.rows[e];
     work.row = max(start, 0);

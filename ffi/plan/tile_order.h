@@ -44,6 +44,8 @@ MEGAMOE_HD inline TilePlace place_tile(const int* tile_start, int groups, int co
   return {low, first + block * kBlockTiles + in_block % block_tiles, in_block / block_tiles};
 }
 
+constexpr int kSecondShare = 3;  // down has a third of the multiplications
+
 // What a CTA claims of the tiles of two products on the same row tiles, the second of which (down)
 // needs the first (gate/up). One CTA in kSecondShare prefers tiles of the second product: it takes
 // one once `lead` more tiles of the first have been claimed than that one needs, so that they are
@@ -57,8 +59,6 @@ MEGAMOE_HD inline TilePlace place_tile(const int* tile_start, int groups, int co
 //
 // No wait can be circular: when a tile of the second product is given out, all that it needs has
 // been claimed before.
-constexpr int kSecondShare = 3;  // down has a third of the multiplications
-
 template <class Counters>
 class Claims {
  public:
