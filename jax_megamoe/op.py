@@ -135,7 +135,8 @@ def moe(
 
     Tokens are split over `token_axes`, experts over `expert_axis`, and the weights are replicated
     over the other axes, whose gradients are summed. Arrays that lie elsewhere are moved. Works with
-    Auto and Explicit mesh axes, inside and outside `jax.jit`.
+    Auto and Explicit mesh axes, inside and outside `jax.jit`; under `jax.vmap` only inside
+    `jax.jit` and with the mesh of `jax.set_mesh`.
 
     Args:
       x: [..., H] bfloat16 or float32, at least one leading dimension.
