@@ -174,9 +174,16 @@ def reshard(a: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Places `a` on the mesh as `spec` says, from wherever it is."""
     if isinstance(mesh, Mesh):
         return jax.device_put(a, NamedSharding(mesh, spec))
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(a, spec)
-    return a  # Auto axes under jit: the shard_map moves the array itself.
+    # Under jit, with the mesh of jax.set_mesh: only Explicit axes are in the type of an array, and
+    # over Auto axes the shard_map moves it.
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return a
+
+    def explicit(axes):
+        return tuple(axis for axis in axis_tuple(axes) if kinds[axis] == AxisType.Explicit) or None
+
+    return jax.sharding.reshard(a, PartitionSpec(*(axes and explicit(axes) for axes in spec)))
 
 
 def reshard_like(y: jax.Array, x: jax.Array) -> jax.Array:

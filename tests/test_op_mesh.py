@@ -19,7 +19,7 @@ from cases import (
     sharded,
 )
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MoEConfig, moe, moe_mlp, reference
@@ -340,6 +340,17 @@ def test_moe_token_axes(implementation_, token_axes):
     inputs = make_inputs(Shape(32, 2, 8, 16, 8))
     mesh = make_mesh((2, 4), ("data", "expert"))
     got = run_moe(implementation_, mesh, (32,), inputs, token_axes=token_axes)
+    assert_close(got, oracle(inputs), F32)
+
+
+@pytest.mark.parametrize("axes", [("data", "expert"), ("expert", "data")])
+@pytest.mark.parametrize("kinds", [("Auto", "Explicit"), ("Explicit", "Auto")])
+@pytest.mark.parametrize("tokens", [32, 15])  # 15: padded
+def test_moe_on_auto_beside_explicit_axes(implementation, tokens, kinds, axes):
+    inputs = make_inputs(Shape(tokens, 2, 8, 16, 8))
+    devices = np.array(jax.devices()).reshape(2, 4)
+    mesh = jax.sharding.Mesh(devices, axes, axis_types=tuple(AxisType[kind] for kind in kinds))
+    got = run_moe(implementation, mesh, (tokens,), inputs)
     assert_close(got, oracle(inputs), F32)
 
 
