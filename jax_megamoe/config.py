@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Literal
 
@@ -13,7 +12,9 @@ Implementation = Literal["auto", "ffi", "xla"]
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("auto", "ffi", "xla")
 _WGRAD_PRECISIONS = ("bf16", "fp8")
+_MAX_CAPACITY_FACTOR = 1e9  # beyond any number of ranks, which is the most that is of use
 _MAX_TIMEOUT_S = 1e9  # the clocks count nanoseconds in 64 bits
+_MAX_SWIGLU_LIMIT = 1e38  # a float32
 _MAX_RESERVED_SMS = 2**31 - 1
 
 
@@ -27,12 +28,13 @@ class MoEConfig:
       implementation: "ffi" (the fused custom calls), "xla" (plain JAX, any backend), or "auto":
         ffi where a Hopper GPU can run it, else xla.
       capacity_factor: rows of the dispatch buffer as a multiple of the balanced load (tokens x
-        top-k). Not a limit on routing: a rank that receives more rows works in several rounds.
+        top-k), at most 1e9. Not a limit on routing: a rank that receives more rows works in several
+        rounds.
       reserved_sms: streaming multiprocessors left free for other kernels, for example collectives
         that run beside the layer.
       timeout_s: seconds that a rank waits for a peer before it stops with an error, at most 1e9.
-      swiglu_limit: clamps the gate from above and the up projection on both sides to this value
-        before SwiGLU; None for no clamp.
+      swiglu_limit: clamps the gate from above and the up projection on both sides to this value,
+        at most 1e38, before SwiGLU; None for no clamp.
       wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
         "fp8".
 
@@ -58,14 +60,10 @@ class MoEConfig:
         _one_of("precision", self.precision, _PRECISIONS)
         _one_of("implementation", self.implementation, _IMPLEMENTATIONS)
         _one_of("wgrad_precision", self.wgrad_precision, _WGRAD_PRECISIONS)
-        _finite_above("capacity_factor", self.capacity_factor, 0)
-        _finite_above("timeout_s", self.timeout_s, 0)
-        if self.timeout_s > _MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s is {self.timeout_s!r}; it must be at most {_MAX_TIMEOUT_S:g}"
-            )
+        _positive("capacity_factor", self.capacity_factor, _MAX_CAPACITY_FACTOR)
+        _positive("timeout_s", self.timeout_s, _MAX_TIMEOUT_S)
         if self.swiglu_limit is not None:
-            _finite_above("swiglu_limit", self.swiglu_limit, 0)
+            _positive("swiglu_limit", self.swiglu_limit, _MAX_SWIGLU_LIMIT)
         sms = self.reserved_sms
         if not is_integer(sms) or not 0 <= sms <= _MAX_RESERVED_SMS:
             raise ValueError(
@@ -83,7 +81,9 @@ def _one_of(name, value, accepted):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, accepted))}")
 
 
-def _finite_above(name, value, bound):
+def _positive(name, value, most):
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= bound:
-        raise ValueError(f"{name} is {value!r}; it must be a finite number above {bound}")
+    if not number or not 0 < value <= most:  # also where it is NaN
+        raise ValueError(
+            f"{name} is {value!r}; it must be a finite number above 0, at most {most:g}"
+        )
