@@ -20,6 +20,7 @@ from jax_megamoe.routing import (
     Routing,
     Score,
     check_token_mask,
+    is_expert,
     load_balancing_loss,
     route,
     router_z_loss,
@@ -154,11 +155,10 @@ class Layer:
             y = checkpoint_name(self._experts(x, ids, weights, w_gate, w_up, w_down), OUTPUT)
 
         with jax.named_scope("moe_aux"):
-            experts = jnp.arange(self.num_experts, dtype=jnp.int32)
             aux = MoEAux(
                 load_balancing_loss=load_balancing_loss(probs, ids, token_mask=token_mask),
                 router_z_loss=router_z_loss(logits, token_mask=token_mask),
-                expert_load=(ids[..., None] == experts).sum(range(ids.ndim), dtype=jnp.int32),
+                expert_load=is_expert(ids, self.num_experts).sum(range(ids.ndim), dtype=jnp.int32),
                 invalid_ids=((ids < -1) | (ids >= self.num_experts)).sum(dtype=jnp.int32),
                 router_logits=logits,
                 routing=Routing(ids, weights, probs),

@@ -111,10 +111,12 @@ def route(
     )
 
     if expert_ids is not None:
-        ids = expert_ids.astype(jnp.int32)
+        ids = jnp.asarray(expert_ids).astype(jnp.int32)
     else:
         # Logits order the experts as softmax does, and still tell apart what it rounds together.
-        ranking = logits if expert_bias is None else probs + expert_bias.astype(jnp.float32)
+        ranking = logits
+        if expert_bias is not None:
+            ranking = probs + _last_axis(expert_bias.astype(jnp.float32), probs.ndim)
         ids = _largest(ranking, top_k)
     if token_mask is not None:
         ids = jnp.where(token_mask[..., None], ids, -1)
@@ -122,7 +124,7 @@ def route(
 
     # Before anything reads them: a recomputation that kept the ids then derives all from those.
     ids = checkpoint_name(ids, EXPERT_IDS)
-    chosen = ids[..., None] == jnp.arange(num_experts, dtype=jnp.int32)
+    chosen = is_expert(ids, num_experts)
     routed = (ids >= 0) & (ids < num_experts)
     if norm_topk_prob:
         # s_i / sum(s) as a softmax of log(s): no 0/0 where all chosen scores underflow, and for
@@ -209,7 +211,7 @@ def load_balancing_loss(
     probs = jnp.where(counted[..., None], probs.astype(jnp.float32), 0.0)
     total = probs.sum(-1, keepdims=True)
     probs = probs / jnp.where(total == 0.0, 1.0, total)
-    slots = (expert_ids[..., None] == jnp.arange(num_experts)) & counted[..., None, None]
+    slots = is_expert(expert_ids, num_experts) & counted[..., None, None]
 
     tokens_axes = tuple(range(1 if layers == "mean" else 0, probs.ndim - 1))
     load = slots.sum((*tokens_axes, probs.ndim - 1), dtype=jnp.int32)
@@ -218,7 +220,7 @@ def load_balancing_loss(
     if axis_name is not None:
         load, mass, tokens = jax.lax.psum((load, mass, tokens), axis_name)
     tokens = jnp.maximum(tokens, 1).astype(jnp.float32)[..., None]
-    loss = num_experts * ((load / tokens) * (mass / tokens)).sum(-1).mean()
+    loss = num_experts * ((load.astype(jnp.float32) / tokens) * (mass / tokens)).sum(-1).mean()
     return loss / top_k if divide_by_top_k else loss
 
 
@@ -260,7 +262,7 @@ def router_z_loss(
     tokens = counted.sum(dtype=jnp.int32)
     if axis_name is not None:
         squares, tokens = jax.lax.psum((squares, tokens), axis_name)
-    return squares / jnp.maximum(tokens, 1)
+    return squares / jnp.maximum(tokens, 1).astype(jnp.float32)
 
 
 def update_expert_bias(
@@ -306,6 +308,17 @@ def update_expert_bias(
     mean, rest = jnp.divmod(expert_load.sum(dtype=jnp.int32), expert_load.size)
     below = jnp.where(expert_load == mean, jnp.sign(rest), jnp.sign(mean - expert_load))
     return bias.astype(jnp.float32) + rate * below.astype(jnp.float32)
+
+
+def is_expert(ids: jax.Array, num_experts: int) -> jax.Array:
+    """Returns bool [..., K, E], for each slot whether its id is e."""
+    experts = _last_axis(jnp.arange(num_experts, dtype=jnp.int32), ids.ndim + 1)
+    return ids[..., None].astype(jnp.int32) == experts
+
+
+def _last_axis(a, ndim):
+    """a[E] as [1, ..., 1, E]: JAX can be told to refuse arrays of unequal rank."""
+    return jax.lax.expand_dims(a, range(ndim - 1))
 
 
 def _largest(ranking, k):

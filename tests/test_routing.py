@@ -358,6 +358,40 @@ def test_route_names_what_is_no_array_and_takes_the_integers_of_numpy():
     jax.tree.map(np.testing.assert_array_equal, route(logits, np.int64(2)), route(logits, 2))
 
 
+def test_ids_of_numpy_are_replayed():
+    logits = jnp.asarray(random_logits(4, 8))
+    first = routing.route(logits, 2)
+    for dtype in ("int64", "uint8"):
+        again = routing.route(logits, 2, expert_ids=np.asarray(first.expert_ids, dtype))
+        jax.tree.map(np.testing.assert_array_equal, again, first)
+        assert isinstance(again.expert_ids, jax.Array)
+
+
+@pytest.mark.parametrize(
+    "strict",
+    [{"jax_numpy_dtype_promotion": "strict"}, {"jax_numpy_rank_promotion": "raise"}],
+    ids=str,
+)
+def test_nothing_relies_on_promotion(strict):
+    logits, mask = jnp.asarray(random_logits(4, 8)), jnp.arange(4) > 0
+    bias, load = jnp.zeros(8), jnp.arange(8, dtype=jnp.int32)
+
+    def all_functions(logits):
+        r = route(logits, 2, expert_bias=bias, token_mask=mask)
+        loss = load_balancing_loss(r.probs, r.expert_ids, token_mask=mask)
+        return loss + router_z_loss(logits, token_mask=mask) + r.expert_weights.sum()
+
+    old = {name: getattr(jax.config, name) for name in strict}
+    try:
+        for name, value in strict.items():
+            jax.config.update(name, value)
+        assert np.isfinite(jax.jit(jax.grad(all_functions))(logits)).all()
+        update_expert_bias(bias, load, 1e-3)
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+
+
 # --- losses -----------------------------------------------------------------------------------
 
 
