@@ -51,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report.table(records))
     else:
         earlier = len(records)
+        if options.out:
+            try:
+                report.write(options.out, records)
+            except OSError as error:
+                sys.exit(f"{_PROGRAM}: out is {options.out}: {error}")
         started = time.perf_counter()
         for record in _measure(options, report.environment(options.commit)):
             elapsed = time.perf_counter() - started
@@ -75,8 +80,12 @@ def _plot_module(options):
         return None
     try:
         from jax_megamoe._bench import plot
+
+        plot.check_format(options.plot)
     except ModuleNotFoundError as error:
         sys.exit(f"{_PROGRAM}: plot is {options.plot} and needs {error.name}, which is missing")
+    except ValueError as error:
+        sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
     return plot
 
 
@@ -273,6 +282,8 @@ def _parse(arguments):
             parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
     if options.read:
         return options
+    if not options.passes and not options.core:
+        parser.error("passes is empty, so that without --core there is nothing to measure")
     if options.gpus is None:
         options.gpus = tuple(dict.fromkeys((1, jax.device_count())))
     if jax.default_backend() == "cpu" and options.passes and options.shapes != ("tiny",):

@@ -188,11 +188,21 @@ def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path, monkeypatch):
     layers, picture = str(tiny[0] / "out" / "tiny.json"), str(tmp_path / "picture.foo")
     with pytest.raises(SystemExit, match="plot is .*picture.foo: Format 'foo' is not supported"):
         bench.main(["--read", layers, "--plot", picture])
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    with pytest.raises(SystemExit, match="plot is .*picture.foo: Format 'foo' is not supported"):
+        bench.main(["--tiny", "--plot", picture])
     monkeypatch.delitem(sys.modules, "jax_megamoe._bench.plot")
     monkeypatch.delattr(_bench, "plot")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="plot is .*picture.foo and needs matplotlib"):
         bench.main(["--tiny", "--plot", picture])
+
+
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="out is .*file/results.json: "):
+        bench.main(["--tiny", "--out", str(tmp_path / "file" / "results.json")])
 
 
 @pytest.mark.parametrize(
@@ -203,6 +213,7 @@ def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path, monkeypatch):
         (["--gpus=0"], "number below 1"),
         (["--gpus=1,,2"], "must be whole numbers separated by commas"),
         (["--tokens=0"], "tokens is 0"),
+        (["--tiny", "--passes="], "passes is empty, so that without --core there is nothing to"),
         (["--shapes=qwen3-30b-a3b"], "shapes is qwen3-30b-a3b and JAX runs on 'cpu'"),
     ],
 )

@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.backend_bases import FigureCanvasBase
 
 from jax_megamoe._bench import core, layer
 from jax_megamoe._bench.report import Record
@@ -26,6 +27,19 @@ _LIMIT_TEXT = dict(
     xytext=(0, 1), textcoords="offset points", va="bottom", fontsize=7, color=_LIMIT["color"]
 )
 _UPRIGHT = dict(rotation=90, ha="center", va="bottom", fontsize=7.5)
+
+
+def check_format(path: pathlib.Path) -> None:
+    """Checks that the suffix, if there is one, names a format that matplotlib writes.
+
+    Raises:
+      ValueError: it does not.
+    """
+    formats = FigureCanvasBase.filetypes
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"Format {path.suffix[1:]!r} is not supported; it must be {', '.join(sorted(formats))}"
+        )
 
 
 def draw(records: Sequence[Record], path: pathlib.Path) -> None:
