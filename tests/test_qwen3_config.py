@@ -166,6 +166,17 @@ def test_what_cannot_be_computed_is_refused(read, change, message):
         read({**OLD, **change})
 
 
+def test_lists_are_taken_and_single_numbers_are_not(read):
+    config = read(OLD, {})
+    listed = dataclasses.replace(config, mlp_only_layers=[1], eos_token_ids=[5])
+    assert hash(listed) == hash(
+        dataclasses.replace(config, mlp_only_layers=(1,), eos_token_ids=(5,))
+    )
+    for name in ("mlp_only_layers", "eos_token_ids"):
+        with pytest.raises(ValueError, match=f"^{name} is 1; it must be a tuple of integers$"):
+            dataclasses.replace(config, **{name: 1})
+
+
 def test_end_tokens_of_the_generation_config_are_checked(read):
     with pytest.raises(ValueError, match="generation_config.json: eos_token_id is 5.5"):
         read(OLD, {"eos_token_id": 5.5})

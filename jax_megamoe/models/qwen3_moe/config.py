@@ -102,6 +102,11 @@ class Qwen3MoEConfig:
         for name in ("norm_topk_prob", "attention_bias", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        for name in ("eos_token_ids", "mlp_only_layers"):
+            value = getattr(self, name)
+            if not isinstance(value, (tuple, list)):
+                raise ValueError(f"{name} is {value!r}; it must be a tuple of integers")
+            object.__setattr__(self, name, tuple(value))  # a list could not be hashed
         for token in self.eos_token_ids:
             if not _is_integer(token) or token < 0:
                 raise ValueError(
