@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_megamoe import _mesh, _workspace
+from jax_megamoe._once import once_differentiable
 
 
 class Call(NamedTuple):
@@ -86,9 +87,9 @@ def _backward(call, residuals, cotangents):
     rounded, dy = _operand(call, x), _operand(call, cotangents[0])
     operands = (rounded, expert_ids, expert_weights, *(_operand(call, w) for w in weights), dy)
     results = tuple(_like(a) for a in (x, expert_weights, *weights))
-    dx, d_expert_weights, *dws = _custom_call(
-        "jax_megamoe_backward", call, results, (*operands, _mesh.place(call.axis_name))
-    )
+    run = functools.partial(_custom_call, "jax_megamoe_backward", call, results)
+    operands = (*operands, _mesh.place(call.axis_name))
+    dx, d_expert_weights, *dws = once_differentiable(run)(operands)
     return dx, None, d_expert_weights, *dws
 
 

@@ -21,6 +21,7 @@ from jax import lax
 
 from jax_megamoe import _mesh
 from jax_megamoe._grouped import grouped_matmul, grouped_outer
+from jax_megamoe._once import once_differentiable
 
 
 class Call(NamedTuple):
@@ -69,8 +70,12 @@ def _forward(call, *args):
 
 def backward(call, residuals, cotangents):
     """Returns the cotangents of the six arguments; `residuals` are the arguments."""
+    dx, *others = once_differentiable(functools.partial(_gradients, call))(residuals, cotangents[0])
+    return dx, None, *others
+
+
+def _gradients(call, residuals, dy):
     x, expert_ids, expert_weights, w_gate, w_up, w_down = residuals
-    dy, _ = cotangents
     plan = _make_plan(call, expert_ids, w_gate.shape[0])
     x_all, dy_all = _gather(call, x), _gather(call, dy)
     row_weights = _gather(call, expert_weights).reshape(-1)
@@ -102,7 +107,7 @@ def backward(call, residuals, cotangents):
     dx, d_weights, *dws = plan.each_round(one_round, init)
     dx = _scatter_sum(call, dx).astype(x.dtype)
     d_weights = _scatter_sum(call, d_weights.reshape(-1, expert_weights.shape[1]))
-    return dx, None, d_weights, *(dw.astype(w_gate.dtype) for dw in dws)
+    return dx, d_weights, *(dw.astype(w_gate.dtype) for dw in dws)
 
 
 moe_mlp.defvjp(_forward, backward)

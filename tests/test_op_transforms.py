@@ -204,6 +204,17 @@ def test_jacobian_of_the_routing_weights(implementation):
     assert relative_error(y, oracle(inputs).y) < 1e-5
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_second_derivative(implementation, ranks):
+    config = MoEConfig(implementation=implementation)
+    f = sharded(make_mesh((2,)), config) if ranks > 1 else functools.partial(moe_mlp, config=config)
+    x, *rest = make_inputs(SMALL).args
+    gradient = jax.grad(lambda x: (f(x, *rest) ** 2).sum())
+    message = "^moe_mlp is differentiable once and in reverse mode; what was asked for is the deriv"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(jax.grad(lambda x: gradient(x).sum()))(x)
+
+
 def test_new_routing_neither_recompiles_nor_keeps_memory(implementation):
     f = sharded(make_mesh((2,)), MoEConfig(implementation=implementation))
     run = jax.jit(functools.partial(results_of, f))
