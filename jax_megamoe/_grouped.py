@@ -1,12 +1,17 @@
 """Grouped matrix products over rows that are sorted by group, fp32 accumulation and result.
 
-`lax.ragged_dot` expands to a dense [groups, rows, ...] product on CPU, so a loop over row tiles
-stands in for it there. Rows beyond the last group may hold anything, NaN included: they reach no
-result, and their own results are zero. Groups without rows get exact zeros.
+`lax.ragged_dot` expands to a dense [groups, rows, ...] product on CPUs and GPUs, so a loop over row
+tiles stands in for it there. Rows beyond the last group may hold anything, NaN included: they reach
+no result, and their own results are zero. Groups without rows get exact zeros.
+
+On Hopper `grouped_matmul` takes tokamax's kernel where that is installed. `grouped_outer` does not:
+with tokamax 0.0.17 and JAX 0.11.2 on an H200 its product for the gradients of weights was 3% to 6%
+off and differed from call to call.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import jax
@@ -14,8 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_megamoe import _mesh
-
-_TILE_ROWS = 128
 
 # [M, K], [G, K, N] -> [M, N]
 _MATMUL_DIMS = lax.RaggedDotDimensionNumbers(
@@ -44,7 +47,11 @@ def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> ja
     Returns:
       float32 [M, N].
     """
-    return lax.platform_dependent(lhs, rhs, group_sizes, cpu=_matmul_loop, default=_matmul_ragged)
+    loop = _matmul_loop
+    cuda = _matmul_tokamax if _has_tokamax() and lhs.dtype == jnp.bfloat16 else loop
+    return lax.platform_dependent(
+        lhs, rhs, group_sizes, cpu=loop, cuda=cuda, rocm=loop, default=_matmul_ragged
+    )
 
 
 @jax.custom_batching.sequential_vmap
@@ -61,14 +68,14 @@ def grouped_outer(
     Returns:
       float32 [G, K, N].
     """
+    loop = _outer_loop
     return lax.platform_dependent(
-        lhs, rhs, group_sizes, init, cpu=_outer_loop, default=_outer_ragged
+        lhs, rhs, group_sizes, init, cpu=loop, cuda=loop, rocm=loop, default=_outer_ragged
     )
 
 
 def _matmul_loop(lhs, rhs, group_sizes):
-    tile = min(_TILE_ROWS, lhs.shape[0])
-    tiles, locate = _row_tiles(group_sizes, lhs.shape[0], tile)
+    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0])
 
     def body(t, out):
         group, start, mine = locate(t)
@@ -82,8 +89,7 @@ def _matmul_loop(lhs, rhs, group_sizes):
 
 
 def _outer_loop(lhs, rhs, group_sizes, init):
-    tile = min(_TILE_ROWS, lhs.shape[0])
-    tiles, locate = _row_tiles(group_sizes, lhs.shape[0], tile)
+    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0])
 
     def body(t, out):
         group, start, mine = locate(t)
@@ -95,12 +101,14 @@ def _outer_loop(lhs, rhs, group_sizes, init):
     return lax.fori_loop(0, tiles, body, init)
 
 
-def _row_tiles(group_sizes, rows, tile):
-    """Returns the number of row tiles of all groups, and where the t-th lies.
+def _row_tiles(group_sizes, rows):
+    """Returns the number of row tiles of all groups, their rows, and where the t-th lies.
 
     No tile crosses a group. A tile is read at `start`, moved back where it would pass the end of
-    the array; `mine` [tile, 1] marks the rows that belong to it.
+    the array; `mine` [tile, 1] marks the rows that belong to it. A tile has more rows than the mean
+    group: an iteration costs a GPU the more, the less it does.
     """
+    tile = min(rows, 128 * (rows // group_sizes.shape[0] // 128 + 1))
     ends = jnp.cumsum(group_sizes)
     tiles = (group_sizes + tile - 1) // tile
     tile_ends = jnp.cumsum(tiles)
@@ -113,36 +121,36 @@ def _row_tiles(group_sizes, rows, tile):
         mine = (row >= first) & (row < jnp.minimum(first + tile, ends[group]))
         return group, start, mine[:, None]
 
-    return tile_ends[-1], locate
+    return tile_ends[-1], tile, locate
 
 
 def _matmul_ragged(lhs, rhs, group_sizes):
+    return _of_groups(lax.ragged_dot_general, lhs, rhs, group_sizes)
+
+
+def _matmul_tokamax(lhs, rhs, group_sizes):
+    import tokamax
+
+    kind = jax.typeof(lhs).manual_axis_type
+    product = functools.partial(
+        tokamax.ragged_dot_general, manual_axis_type=kind if kind.varying else None
+    )
+    return _of_groups(product, lhs, rhs, group_sizes)
+
+
+def _of_groups(product, lhs, rhs, group_sizes):
     mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
-    return jnp.where(mine, _ragged(jnp.where(mine, lhs, 0), rhs, group_sizes, _MATMUL_DIMS), 0)
+    lhs = jnp.where(mine, lhs, 0)
+    out = product(lhs, rhs, group_sizes, _MATMUL_DIMS, preferred_element_type=jnp.float32)
+    return jnp.where(mine, out, 0)
 
 
 def _outer_ragged(lhs, rhs, group_sizes, init):
     mine = jnp.arange(lhs.shape[0])[:, None] < group_sizes.sum()
     lhs, rhs = jnp.where(mine, lhs, 0), jnp.where(mine, rhs, 0)
-    # Some kernels leave the result of an empty group unwritten.
-    some = (group_sizes > 0)[:, None, None]
-    return init + jnp.where(some, _ragged(lhs, rhs, group_sizes, _OUTER_DIMS), 0)
-
-
-def _ragged(lhs, rhs, group_sizes, dims):
-    if _has_tokamax() and lhs.dtype == jnp.bfloat16:
-        import tokamax
-
-        kind = jax.typeof(lhs).manual_axis_type
-        return tokamax.ragged_dot_general(
-            lhs,
-            rhs,
-            group_sizes,
-            dims,
-            preferred_element_type=jnp.float32,
-            manual_axis_type=kind if kind.varying else None,
-        )
-    return lax.ragged_dot_general(lhs, rhs, group_sizes, dims, preferred_element_type=jnp.float32)
+    return init + lax.ragged_dot_general(
+        lhs, rhs, group_sizes, _OUTER_DIMS, preferred_element_type=jnp.float32
+    )
 
 
 def _has_tokamax() -> bool:

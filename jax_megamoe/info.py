@@ -104,13 +104,15 @@ def _why_not_tokamax(backend):
 
 
 def _why_not_ragged_dot(backend):
-    if backend == "cpu":
-        return "on CPU it multiplies every row by every expert"
-    return "tokamax is there and faster" if _grouped._has_tokamax() else None
+    if backend in ("cpu", "gpu"):
+        return f"on a {backend.upper()} it multiplies every row by every expert"
+    return None
 
 
 def _why_not_loop(backend):
-    return None if backend == "cpu" else f"JAX runs on {backend!r}, where lax.ragged_dot is faster"
+    if backend not in ("cpu", "gpu"):
+        return f"JAX runs on {backend!r}, where lax.ragged_dot is faster"
+    return "tokamax is there and faster" if _grouped._has_tokamax() else None
 
 
 def precisions() -> dict[str, tuple[str, ...]]:

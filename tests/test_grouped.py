@@ -51,6 +51,7 @@ def products(lhs, rhs, outer_rhs, sizes):
         ([0, 130, 0], 130, 64, 32, "float32"),
         ([0, 0, 0], 9, 64, 32, "float32"),
         ([1], 1, 64, 32, "float32"),
+        ([300, 0, 600, 100], 1000, 64, 32, "float32"),  # a tile has 256 rows
     ],
 )
 def test_equals_a_loop_over_groups(sizes, rows, k, n, dtype):
@@ -76,7 +77,7 @@ def test_rows_beyond_the_groups_do_not_matter(fill, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loop_equals_ragged_dot(dtype):
-    # What other backends run instead of the loop.
+    # What runs instead of the loop where there is neither a CPU nor a GPU.
     lhs, rhs, outer_rhs, sizes = make([5, 0, 130, 1], 150, dtype=dtype)
     lhs = lhs.at[136:].set(np.nan)
     init = jnp.ones(rhs.shape)

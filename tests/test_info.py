@@ -117,9 +117,11 @@ def test_module_may_be_loaded_before_a_backend_exists(compiled):
         ("xla with tokamax", dict(backend="cpu"), "JAX runs on 'cpu'"),
         ("xla with tokamax", dict(backend="gpu"), "tokamax is not installed"),
         ("xla with lax.ragged_dot", dict(backend="tpu"), None),
-        ("xla with lax.ragged_dot", dict(backend="gpu", tokamax=True), "tokamax is there"),
-        ("xla with lax.ragged_dot", dict(backend="cpu"), "multiplies every row"),
+        ("xla with lax.ragged_dot", dict(backend="gpu"), "on a GPU it multiplies every row"),
+        ("xla with lax.ragged_dot", dict(backend="cpu"), "on a CPU it multiplies every row"),
         ("xla with a loop over tiles", dict(backend="cpu"), None),
+        ("xla with a loop over tiles", dict(backend="gpu"), None),
+        ("xla with a loop over tiles", dict(backend="gpu", tokamax=True), "tokamax is there"),
         ("xla with a loop over tiles", dict(backend="tpu"), "JAX runs on 'tpu'"),
     ],
 )

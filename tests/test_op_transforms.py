@@ -239,7 +239,7 @@ def test_lowers_for_gpus(implementation, check_vma):
     traced = jax.jit(functools.partial(results_of, f)).trace(make_inputs(SMALL))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     if implementation == "xla":
-        assert "ragged_dot" in text
+        assert "ragged_dot" not in text  # XLA would multiply every row by every expert
     else:
         for target in ("jax_megamoe_forward", "jax_megamoe_backward"):
             (line,) = [line for line in text.splitlines() if f"custom_call @{target}(" in line]

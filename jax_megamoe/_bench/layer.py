@@ -143,9 +143,9 @@ def layer_program(mesh: Mesh, pass_: str, config: MoEConfig):
 def describe(implementation: str) -> str:
     """Returns what ran behind the name of an implementation."""
     if implementation == "xla":
-        if _mesh.platform() == "cpu":
-            return "loop over tiles"
-        return "tokamax" if _grouped._has_tokamax() else "lax.ragged_dot"
+        if _mesh.platform() not in ("cpu", "gpu"):
+            return "lax.ragged_dot"
+        return "tokamax" if _grouped._has_tokamax() else "loop over tiles"
     return "host handlers" if _mesh.platform() == "cpu" else "CUDA"
 
 
