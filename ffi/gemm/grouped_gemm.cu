@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Work& before = shared.tiles.here(tile_ring);
       multiply<Majors<kProduct>::kA, Majors<kProduct>::kB>(
           shared.stages, ring, warpgroup_here(), kTileM,
-          geometry.out_columns - before.place.n * kTileN, before.k_blocks, acc, [] {
+          columns_of_tile(geometry.out_columns, before.place.n), before.k_blocks, acc, [] {
             if (kProduct == Product::kGateUp && warpgroup_here() == 1) GateExchange::release();
           });
       const Work& work = shared.tiles.here(tile_ring);
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
         const int row = work.place.m * kTileM + m * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-        const int column = work.place.n * kTileN;
+        const int columns = columns_of_tile(geometry.out_columns, work.place.n);
 #pragma unroll
         for (int c = 0; c < kTileN / 64; ++c) {
           const float* d = acc + m * (kTileN / 2) + 32 * c;
@@ -193,8 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             wait_for_buffer();
             fill_64_columns(d, buffer);
           }
-          store_block(maps.out, buffer, column + 64 * c, row,
-                      column + 64 * c < geometry.out_columns);
+          store_block(maps.out, buffer, work.place.n * kTileN + 64 * c, row, 64 * c < columns);
         }
       }
       if (kProduct == Product::kGateUp) wait_for_buffer<1>();
