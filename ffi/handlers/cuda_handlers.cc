@@ -309,7 +309,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeCudaProduct, megamoe::product,
 
 namespace megamoe {
 
-void AddCudaTargets(nanobind::dict& targets) {
+void add_cuda_targets(nanobind::dict& targets) {
   const auto add = [&](const char* name, auto* handler) {
     nanobind::dict stages;
     stages["execute"] = nanobind::capsule(reinterpret_cast<void*>(handler));
@@ -322,6 +322,6 @@ void AddCudaTargets(nanobind::dict& targets) {
   add("jax_megamoe_product", MegamoeCudaProduct);
 }
 
-void AddCudaTypes(nanobind::dict&) {}
+void add_cuda_types(nanobind::dict&) {}
 
 }  // namespace megamoe

@@ -7,9 +7,9 @@
 namespace megamoe {
 
 // Adds "target name" -> {"stage": capsule} entries.
-void AddCudaTargets(nanobind::dict& targets);
+void add_cuda_targets(nanobind::dict& targets);
 // Adds "type name" -> {"type_id": capsule, "type_info": capsule} entries.
-void AddCudaTypes(nanobind::dict& types);
+void add_cuda_types(nanobind::dict& types);
 
 }  // namespace megamoe
 

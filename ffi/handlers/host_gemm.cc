@@ -22,14 +22,14 @@ constexpr int64_t kBlock = 4;
 #define MEGAMOE_CLONES
 #endif
 
-float Bf16ToF32(uint16_t bits) {
+float bf16_to_f32(uint16_t bits) {
   const uint32_t wide = static_cast<uint32_t>(bits) << 16;
   float value;
   std::memcpy(&value, &wide, sizeof(value));
   return value;
 }
 
-uint16_t F32ToBf16(float value) {
+uint16_t f32_to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 0x40);  // NaN
@@ -47,7 +47,7 @@ struct alignas(32) PanelRow {
 
 // sums[i][:] += sum over s of left(i, s) * panel[s][:], for kRows rows.
 template <int64_t kRows>
-__attribute__((always_inline)) inline void Multiply(int64_t k, const float* left, int64_t stride_m,
+__attribute__((always_inline)) inline void multiply(int64_t k, const float* left, int64_t stride_m,
                                                     int64_t stride_k, const float* panel,
                                                     float* sums) {
   Lanes acc[kRows][kLanesPerPanel];
@@ -70,18 +70,18 @@ __attribute__((always_inline)) inline void Multiply(int64_t k, const float* left
   }
 }
 
-MEGAMOE_CLONES void MultiplyBlock(int64_t k, const float* left, int64_t stride_m, int64_t stride_k,
-                                  const float* panel, float* sums) {
-  Multiply<kBlock>(k, left, stride_m, stride_k, panel, sums);
+MEGAMOE_CLONES void multiply_block(int64_t k, const float* left, int64_t stride_m, int64_t stride_k,
+                                   const float* panel, float* sums) {
+  multiply<kBlock>(k, left, stride_m, stride_k, panel, sums);
 }
 
-MEGAMOE_CLONES void MultiplyRow(int64_t k, const float* left, int64_t stride_k, const float* panel,
-                                float* sums) {
-  Multiply<1>(k, left, 0, stride_k, panel, sums);
+MEGAMOE_CLONES void multiply_row(int64_t k, const float* left, int64_t stride_k, const float* panel,
+                                 float* sums) {
+  multiply<1>(k, left, 0, stride_k, panel, sums);
 }
 
 template <class T, class Convert>
-void Pack(const T* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t width,
+void pack(const T* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_t width,
           float* panel, Convert convert) {
   for (int64_t s = 0; s < k; ++s) {
     for (int64_t j = 0; j < width; ++j) {
@@ -91,66 +91,66 @@ void Pack(const T* source, int64_t stride_k, int64_t stride_n, int64_t k, int64_
   }
 }
 
-void PackPanel(const RightMatrix& right, int64_t column, int64_t k, int64_t width, float* panel) {
-  const char* source = Offset(right.data, right.type, column * right.stride_n);
+void pack_panel(const RightMatrix& right, int64_t column, int64_t k, int64_t width, float* panel) {
+  const char* source = offset(right.data, right.type, column * right.stride_n);
   if (right.type == DType::kF32) {
-    Pack(reinterpret_cast<const float*>(source), right.stride_k, right.stride_n, k, width, panel,
+    pack(reinterpret_cast<const float*>(source), right.stride_k, right.stride_n, k, width, panel,
          [](float value) { return value; });
   } else {
-    Pack(reinterpret_cast<const uint16_t*>(source), right.stride_k, right.stride_n, k, width, panel,
-         Bf16ToF32);
+    pack(reinterpret_cast<const uint16_t*>(source), right.stride_k, right.stride_n, k, width, panel,
+         bf16_to_f32);
   }
 }
 
-void LoadRow(const float* row, int64_t width, bool accumulate, float* sums) {
+void load_row(const float* row, int64_t width, bool accumulate, float* sums) {
   std::fill_n(sums, kPanel, 0.0f);
   if (accumulate) std::copy_n(row, width, sums);
 }
 
 }  // namespace
 
-void ToF32(const void* source, DType type, int64_t n, float* target) {
+void to_f32(const void* source, DType type, int64_t n, float* target) {
   if (type == DType::kF32) {
     std::memcpy(target, source, n * sizeof(float));
     return;
   }
   const auto* bits = static_cast<const uint16_t*>(source);
-  for (int64_t i = 0; i < n; ++i) target[i] = Bf16ToF32(bits[i]);
+  for (int64_t i = 0; i < n; ++i) target[i] = bf16_to_f32(bits[i]);
 }
 
-void FromF32(const float* source, DType type, int64_t n, void* target) {
+void from_f32(const float* source, DType type, int64_t n, void* target) {
   if (type == DType::kF32) {
     std::memcpy(target, source, n * sizeof(float));
     return;
   }
   auto* bits = static_cast<uint16_t*>(target);
-  for (int64_t i = 0; i < n; ++i) bits[i] = F32ToBf16(source[i]);
+  for (int64_t i = 0; i < n; ++i) bits[i] = f32_to_bf16(source[i]);
 }
 
-void Gemm(int64_t m, int64_t n, int64_t k, const LeftMatrix& left, const RightMatrix& right,
+void gemm(int64_t m, int64_t n, int64_t k, const LeftMatrix& left, const RightMatrix& right,
           float* const* rows, bool accumulate) {
   const int64_t panels = (n + kPanel - 1) / kPanel;
   const int64_t row_tasks = (m + kTaskRows - 1) / kTaskRows;
   const int64_t cost = std::min(m, kTaskRows) * std::min(n, kPanel) * k;
-  ParallelFor(panels * row_tasks, cost, [&](int64_t task) {
+  parallel_for(panels * row_tasks, cost, [&](int64_t task) {
     const int64_t column = task / row_tasks * kPanel;
     const int64_t begin = task % row_tasks * kTaskRows;
     const int64_t end = std::min(m, begin + kTaskRows);
     const int64_t width = std::min(kPanel, n - column);
     std::vector<PanelRow> storage(k);
     float* panel = reinterpret_cast<float*>(storage.data());
-    PackPanel(right, column, k, width, panel);
+    pack_panel(right, column, k, width, panel);
     alignas(32) float sums[kBlock * kPanel];
     for (int64_t row = begin; row < end;) {
       const int64_t block = end - row >= kBlock ? kBlock : 1;
       for (int64_t i = 0; i < block; ++i) {
-        LoadRow(rows[row + i] + column, width, accumulate, sums + i * kPanel);
+        load_row(rows[row + i] + column, width, accumulate, sums + i * kPanel);
       }
       const float* first = left.data + row * left.stride_m;
       if (block == kBlock) {
-        MultiplyBlock(k, first, left.stride_m, left.stride_k, panel, sums);
+        multiply_block(k, first, left.stride_m, left.stride_k, panel, sums);
       } else {
-        MultiplyRow(k, first, left.stride_k, panel, sums);
+        multiply_row(k, first, left.stride_k, panel, sums);
       }
       for (int64_t i = 0; i < block; ++i) {
         std::copy_n(sums + i * kPanel, width, rows[row + i] + column);

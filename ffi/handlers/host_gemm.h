@@ -9,14 +9,14 @@ namespace megamoe {
 enum class DType { kF32, kBf16 };
 
 // Converts n elements to f32, exactly.
-void ToF32(const void* source, DType type, int64_t n, float* target);
+void to_f32(const void* source, DType type, int64_t n, float* target);
 // Rounds n elements to `type`, to nearest even.
-void FromF32(const float* source, DType type, int64_t n, void* target);
+void from_f32(const float* source, DType type, int64_t n, void* target);
 
-inline int64_t SizeOf(DType type) { return type == DType::kF32 ? 4 : 2; }
+inline int64_t size_of(DType type) { return type == DType::kF32 ? 4 : 2; }
 
-inline const char* Offset(const void* base, DType type, int64_t elements) {
-  return static_cast<const char*>(base) + elements * SizeOf(type);
+inline const char* offset(const void* base, DType type, int64_t elements) {
+  return static_cast<const char*>(base) + elements * size_of(type);
 }
 
 // Left operand: element (m, k) is data[m * stride_m + k * stride_k].
@@ -37,7 +37,7 @@ struct RightMatrix {
 // Every element is one chain of additions in ascending k, so the bits do not depend on how the
 // product is cut into tasks, nor on the other rows, and a sum over k may be continued by a later
 // call.
-void Gemm(int64_t m, int64_t n, int64_t k, const LeftMatrix& left, const RightMatrix& right,
+void gemm(int64_t m, int64_t n, int64_t k, const LeftMatrix& left, const RightMatrix& right,
           float* const* rows, bool accumulate);
 
 }  // namespace megamoe

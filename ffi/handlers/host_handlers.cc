@@ -38,13 +38,13 @@ ffi::TypeId HostCallSite::id = {};
 
 constexpr ffi::TypeInfo kHostStateTypeInfo = ffi::MakeTypeInfo<HostCallSite>();
 
-ffi::ErrorOr<std::unique_ptr<HostCallSite>> Instantiate(CallAttributes attributes) {
+ffi::ErrorOr<std::unique_ptr<HostCallSite>> instantiate(CallAttributes attributes) {
   if (attributes.precision != "bf16") {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
         "precision is '" + std::string(attributes.precision) +
         "'; the host handlers compute in f32 and accept only 'bf16', which rounds nothing there"));
   }
-  HostWorkspace* workspace = FindHostWorkspace(attributes.workspace);
+  HostWorkspace* workspace = find_host_workspace(attributes.workspace);
   if (workspace == nullptr) {
     return ffi::Unexpected(ffi::Error(
         ffi::ErrorCode::kFailedPrecondition,
@@ -62,7 +62,7 @@ ffi::ErrorOr<std::unique_ptr<HostCallSite>> Instantiate(CallAttributes attribute
   return std::make_unique<HostCallSite>(attributes, workspace);
 }
 
-std::string Describe(const ffi::AnyBuffer& buffer) {
+std::string describe(const ffi::AnyBuffer& buffer) {
   std::string text;
   for (int64_t dimension : buffer.dimensions()) {
     text += (text.empty() ? "" : ", ") + std::to_string(dimension);
@@ -73,7 +73,7 @@ std::string Describe(const ffi::AnyBuffer& buffer) {
 // Checks operands one by one and keeps the first complaint.
 class Checker {
  public:
-  void Shape(const char* name, const ffi::AnyBuffer& buffer,
+  void shape(const char* name, const ffi::AnyBuffer& buffer,
              std::initializer_list<int64_t> wanted) {
     const auto dimensions = buffer.dimensions();
     bool same = dimensions.size() == wanted.size();
@@ -84,25 +84,25 @@ class Checker {
       text += (text.empty() ? "" : ", ") + std::to_string(dimension);
     }
     if (!same)
-      Complain(std::string(name) + " is " + Describe(buffer) + "; expected [" + text + "]");
+      complain(std::string(name) + " is " + describe(buffer) + "; expected [" + text + "]");
   }
 
-  void Type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType wanted,
+  void type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType wanted,
             const char* wanted_name) {
     if (buffer.element_type() != wanted) {
-      Complain(std::string(name) + " has the wrong element type; expected " + wanted_name);
+      complain(std::string(name) + " has the wrong element type; expected " + wanted_name);
     }
   }
 
-  DType Float(const char* name, const ffi::AnyBuffer& buffer) {
+  DType float_type(const char* name, const ffi::AnyBuffer& buffer) {
     if (buffer.element_type() == ffi::F32) return DType::kF32;
     if (buffer.element_type() != ffi::BF16) {
-      Complain(std::string(name) + " has the wrong element type; expected bf16 or f32");
+      complain(std::string(name) + " has the wrong element type; expected bf16 or f32");
     }
     return DType::kBf16;
   }
 
-  void Complain(std::string message) {
+  void complain(std::string message) {
     if (message_.empty()) message_ = std::move(message);
   }
 
@@ -117,31 +117,32 @@ struct CommonOperands {
   ffi::AnyBuffer x, expert_ids, expert_weights, w_gate, w_up, w_down, place;
 };
 
-HostCall CheckCommon(const HostCallSite& site, const CommonOperands& in, Checker& check) {
+HostCall check_common(const HostCallSite& site, const CommonOperands& in, Checker& check) {
   const WorkspaceShape& shape = site.workspace->shape();
   const int64_t tokens = shape.plan.tokens, top_k = shape.plan.top_k;
   const int64_t experts = shape.plan.local_experts;
   const int64_t hidden = shape.hidden, intermediate = shape.intermediate;
-  HostCall call{shape, check.Float("x", in.x), check.Float("w_gate", in.w_gate), site.swiglu_limit};
-  check.Shape("x", in.x, {tokens, hidden});
-  check.Shape("expert_ids", in.expert_ids, {tokens, top_k});
-  check.Type("expert_ids", in.expert_ids, ffi::S32, "int32");
-  check.Shape("expert_weights", in.expert_weights, {tokens, top_k});
-  check.Type("expert_weights", in.expert_weights, ffi::F32, "f32");
-  check.Shape("w_gate", in.w_gate, {experts, hidden, intermediate});
-  check.Shape("w_up", in.w_up, {experts, hidden, intermediate});
-  check.Shape("w_down", in.w_down, {experts, intermediate, hidden});
-  check.Type("w_up", in.w_up, in.w_gate.element_type(), "that of w_gate");
-  check.Type("w_down", in.w_down, in.w_gate.element_type(), "that of w_gate");
-  check.Shape("place", in.place, {2});
-  check.Type("place", in.place, ffi::S32, "int32");
-  if (SizeOf(call.x_type) != shape.staged_bytes) {
-    check.Complain("x has another element size than the workspace was made for");
+  HostCall call{shape, check.float_type("x", in.x), check.float_type("w_gate", in.w_gate),
+                site.swiglu_limit};
+  check.shape("x", in.x, {tokens, hidden});
+  check.shape("expert_ids", in.expert_ids, {tokens, top_k});
+  check.type("expert_ids", in.expert_ids, ffi::S32, "int32");
+  check.shape("expert_weights", in.expert_weights, {tokens, top_k});
+  check.type("expert_weights", in.expert_weights, ffi::F32, "f32");
+  check.shape("w_gate", in.w_gate, {experts, hidden, intermediate});
+  check.shape("w_up", in.w_up, {experts, hidden, intermediate});
+  check.shape("w_down", in.w_down, {experts, intermediate, hidden});
+  check.type("w_up", in.w_up, in.w_gate.element_type(), "that of w_gate");
+  check.type("w_down", in.w_down, in.w_gate.element_type(), "that of w_gate");
+  check.shape("place", in.place, {2});
+  check.type("place", in.place, ffi::S32, "int32");
+  if (size_of(call.x_type) != shape.staged_bytes) {
+    check.complain("x has another element size than the workspace was made for");
   }
   return call;
 }
 
-HostOperands CommonPointers(const CommonOperands& in) {
+HostOperands common_pointers(const CommonOperands& in) {
   HostOperands operands;
   operands.x = in.x.untyped_data();
   operands.expert_ids = static_cast<const int32_t*>(in.expert_ids.untyped_data());
@@ -152,7 +153,7 @@ HostOperands CommonPointers(const CommonOperands& in) {
   return operands;
 }
 
-ffi::Future Refuse(const std::string& message) {
+ffi::Future refuse(const std::string& message) {
   ffi::Promise promise;
   ffi::Future future(promise);
   promise.SetError(ffi::Error::InvalidArgument(message));
@@ -162,7 +163,7 @@ ffi::Future Refuse(const std::string& message) {
 using Direction = void (*)(const HostCall&, const HostBlocks&, const std::vector<HostOperands>&);
 
 // Meets the other ranks; the last one runs the direction for all of them.
-ffi::Future Meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, const HostCall& call,
+ffi::Future meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, const HostCall& call,
                  const HostOperands& operands, Direction direction) {
   const auto* group_and_rank = static_cast<const int32_t*>(place.untyped_data());
   const int32_t group = group_and_rank[0], rank = group_and_rank[1];
@@ -170,56 +171,56 @@ ffi::Future Meet(HostCallSite* site, int64_t run, const ffi::AnyBuffer& place, c
   if (rank < 0 || rank >= ranks) {
     const std::string message =
         "rank is " + std::to_string(rank) + "; it must be in [0, " + std::to_string(ranks) + ")";
-    site->rendezvous.Fail(run, group, ffi::Error::InvalidArgument(message));
-    return Refuse(message);
+    site->rendezvous.fail(run, group, ffi::Error::InvalidArgument(message));
+    return refuse(message);
   }
   const auto work = [&](const std::vector<HostOperands>& all) {
     try {
-      const HostWorkspace::Lease lease = site->workspace->Acquire();
+      const HostWorkspace::Lease lease = site->workspace->acquire();
       direction(call, lease.blocks(), all);
       return ffi::Error::Success();
     } catch (const std::bad_alloc&) {
       return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                         "no host memory for the workspace of " + std::to_string(ranks) +
-                            " ranks, " + std::to_string(WorkspaceLayout::For(call.shape).bytes) +
+                            " ranks, " + std::to_string(WorkspaceLayout::of(call.shape).bytes) +
                             " bytes each; a smaller capacity_factor needs less");
     } catch (const std::exception& error) {
       return ffi::Error::Internal(error.what());
     }
   };
   try {
-    return site->rendezvous.Arrive(run, group, rank, operands, work);
+    return site->rendezvous.arrive(run, group, rank, operands, work);
   } catch (const std::exception& error) {
     const std::string message =
         "rank " + std::to_string(rank) + " could not wait for its peers: " + error.what();
-    site->rendezvous.Fail(run, group, ffi::Error::Internal(message));
-    return Refuse(message);
+    site->rendezvous.fail(run, group, ffi::Error::Internal(message));
+    return refuse(message);
   }
 }
 
-ffi::Future Forward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
+ffi::Future forward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x, ffi::AnyBuffer expert_ids,
                     ffi::AnyBuffer expert_weights, ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up,
                     ffi::AnyBuffer w_down, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> y,
                     ffi::Result<ffi::AnyBuffer> expert_load, ffi::Result<ffi::AnyBuffer> counters) {
   const CommonOperands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   Checker check;
-  const HostCall call = CheckCommon(*site, in, check);
-  check.Shape("y", *y, {call.shape.plan.tokens, call.shape.hidden});
-  check.Type("y", *y, x.element_type(), "that of x");
-  check.Shape("expert_load", *expert_load, {call.shape.plan.local_experts});
-  check.Type("expert_load", *expert_load, ffi::S32, "int32");
-  check.Shape("counters", *counters, {2});
-  check.Type("counters", *counters, ffi::S32, "int32");
-  if (!check.message().empty()) return Refuse(check.message());
-  HostOperands operands = CommonPointers(in);
+  const HostCall call = check_common(*site, in, check);
+  check.shape("y", *y, {call.shape.plan.tokens, call.shape.hidden});
+  check.type("y", *y, x.element_type(), "that of x");
+  check.shape("expert_load", *expert_load, {call.shape.plan.local_experts});
+  check.type("expert_load", *expert_load, ffi::S32, "int32");
+  check.shape("counters", *counters, {2});
+  check.type("counters", *counters, ffi::S32, "int32");
+  if (!check.message().empty()) return refuse(check.message());
+  HostOperands operands = common_pointers(in);
   operands.y = y->untyped_data();
   operands.expert_load = static_cast<int32_t*>(expert_load->untyped_data());
   operands.invalid_ids = static_cast<int32_t*>(counters->untyped_data());
   operands.rounds = operands.invalid_ids + 1;
-  return Meet(site, run.run_id, place, call, operands, HostForward);
+  return meet(site, run.run_id, place, call, operands, host_forward);
 }
 
-ffi::Future Backward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x,
+ffi::Future backward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x,
                      ffi::AnyBuffer expert_ids, ffi::AnyBuffer expert_weights,
                      ffi::AnyBuffer w_gate, ffi::AnyBuffer w_up, ffi::AnyBuffer w_down,
                      ffi::AnyBuffer dy, ffi::AnyBuffer place, ffi::Result<ffi::AnyBuffer> dx,
@@ -228,43 +229,43 @@ ffi::Future Backward(HostCallSite* site, ffi::RunId run, ffi::AnyBuffer x,
                      ffi::Result<ffi::AnyBuffer> dw_down) {
   const CommonOperands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   Checker check;
-  const HostCall call = CheckCommon(*site, in, check);
+  const HostCall call = check_common(*site, in, check);
   const int64_t tokens = call.shape.plan.tokens, hidden = call.shape.hidden;
   const int64_t experts = call.shape.plan.local_experts, intermediate = call.shape.intermediate;
-  check.Shape("dy", dy, {tokens, hidden});
-  check.Type("dy", dy, x.element_type(), "that of x");
-  check.Shape("dx", *dx, {tokens, hidden});
-  check.Type("dx", *dx, x.element_type(), "that of x");
-  check.Shape("d_expert_weights", *d_expert_weights, {tokens, call.shape.plan.top_k});
-  check.Type("d_expert_weights", *d_expert_weights, ffi::F32, "f32");
-  check.Shape("dw_gate", *dw_gate, {experts, hidden, intermediate});
-  check.Shape("dw_up", *dw_up, {experts, hidden, intermediate});
-  check.Shape("dw_down", *dw_down, {experts, intermediate, hidden});
+  check.shape("dy", dy, {tokens, hidden});
+  check.type("dy", dy, x.element_type(), "that of x");
+  check.shape("dx", *dx, {tokens, hidden});
+  check.type("dx", *dx, x.element_type(), "that of x");
+  check.shape("d_expert_weights", *d_expert_weights, {tokens, call.shape.plan.top_k});
+  check.type("d_expert_weights", *d_expert_weights, ffi::F32, "f32");
+  check.shape("dw_gate", *dw_gate, {experts, hidden, intermediate});
+  check.shape("dw_up", *dw_up, {experts, hidden, intermediate});
+  check.shape("dw_down", *dw_down, {experts, intermediate, hidden});
   for (const auto& gradient : {*dw_gate, *dw_up, *dw_down}) {
-    check.Type("a weight gradient", gradient, w_gate.element_type(), "that of w_gate");
+    check.type("a weight gradient", gradient, w_gate.element_type(), "that of w_gate");
   }
-  if (!check.message().empty()) return Refuse(check.message());
-  HostOperands operands = CommonPointers(in);
+  if (!check.message().empty()) return refuse(check.message());
+  HostOperands operands = common_pointers(in);
   operands.dy = dy.untyped_data();
   operands.dx = dx->untyped_data();
   operands.d_expert_weights = static_cast<float*>(d_expert_weights->untyped_data());
   operands.dw_gate = dw_gate->untyped_data();
   operands.dw_up = dw_up->untyped_data();
   operands.dw_down = dw_down->untyped_data();
-  return Meet(site, run.run_id, place, call, operands, HostBackward);
+  return meet(site, run.run_id, place, call, operands, host_backward);
 }
 
 }  // namespace
 
-ffi::TypeId* HostStateTypeId() { return &HostCallSite::id; }
-const ffi::TypeInfo* HostStateTypeInfo() { return &kHostStateTypeInfo; }
+ffi::TypeId* host_state_type_id() { return &HostCallSite::id; }
+const ffi::TypeInfo* host_state_type_info() { return &kHostStateTypeInfo; }
 
 }  // namespace megamoe
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostInstantiate, megamoe::Instantiate,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostInstantiate, megamoe::instantiate,
                               xla::ffi::Ffi::BindInstantiate().Attrs<megamoe::CallAttributes>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostForward, megamoe::Forward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostForward, megamoe::forward,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::State<megamoe::HostCallSite>>()
                                   .Ctx<xla::ffi::RunId>()
@@ -279,7 +280,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostForward, megamoe::Forward,
                                   .Ret<xla::ffi::AnyBuffer>()    // expert_load
                                   .Ret<xla::ffi::AnyBuffer>());  // counters
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostBackward, megamoe::Backward,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MegamoeHostBackward, megamoe::backward,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::State<megamoe::HostCallSite>>()
                                   .Ctx<xla::ffi::RunId>()

@@ -12,8 +12,8 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MegamoeHostBackward);
 namespace megamoe {
 
 // The type of the state that the instantiate stage makes; to be registered before the targets.
-xla::ffi::TypeId* HostStateTypeId();
-const xla::ffi::TypeInfo* HostStateTypeInfo();
+xla::ffi::TypeId* host_state_type_id();
+const xla::ffi::TypeInfo* host_state_type_info();
 
 }  // namespace megamoe
 

@@ -41,10 +41,10 @@ struct HostOperands {
 };
 
 // ranks[r] are the operands of rank r.
-void HostForward(const HostCall& call, const HostBlocks& blocks,
-                 const std::vector<HostOperands>& ranks);
-void HostBackward(const HostCall& call, const HostBlocks& blocks,
+void host_forward(const HostCall& call, const HostBlocks& blocks,
                   const std::vector<HostOperands>& ranks);
+void host_backward(const HostCall& call, const HostBlocks& blocks,
+                   const std::vector<HostOperands>& ranks);
 
 }  // namespace megamoe
 

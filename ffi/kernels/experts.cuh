@@ -315,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t raw[];
   ExpertsShared& shared = *reinterpret_cast<ExpertsShared*>(raw);
   Experts experts{maps, args, shared};
-  if (args.round >= NumRounds(args.shape, args.plan)) return;
+  if (args.round >= num_rounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
     shared.stages.init();
     shared.pull.init();

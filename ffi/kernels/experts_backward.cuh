@@ -316,7 +316,7 @@ struct Backward {
 
   // ---- combining warps ------------------------------------------------------------------------
 
-  __device__ bool last_round() const { return args.round + 1 >= NumRounds(args.shape, args.plan); }
+  __device__ bool last_round() const { return args.round + 1 >= num_rounds(args.shape, args.plan); }
 
   // By each consumer warp once it has pushed its last row of the round. The last of all CTAs tells
   // every rank.
@@ -652,7 +652,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   Backward::Shared& shared = *reinterpret_cast<Backward::Shared*>(raw);
   Backward backward{maps, args, shared};
   // The first round also writes the gradients of experts without rows.
-  if (args.round > 0 && args.round >= NumRounds(args.shape, args.plan)) return;
+  if (args.round > 0 && args.round >= num_rounds(args.shape, args.plan)) return;
   if (threadIdx.x == 0) {
     shared.stages.init();
     shared.ending = 0;
@@ -683,7 +683,7 @@ __global__ void zero_padding_kernel(BackwardArgs args) {
   for (int e = blockIdx.x; e < args.shape.local_experts; e += gridDim.x) {
     const int end = args.plan.expert_start[e] + args.plan.expert_rows[e] - first;
     if (args.plan.expert_rows[e] == 0 || end <= 0 || end >= args.shape.capacity_rows) continue;
-    const int rows = static_cast<int>(AlignUp(end, kBlockK)) - end;
+    const int rows = static_cast<int>(align_up(end, kBlockK)) - end;
     for (const PullSource& source : args.source) {
       uint4* pool = reinterpret_cast<uint4*>(source.pool) + int64_t{end} * words;
       for (int i = threadIdx.x; i < rows * words; i += blockDim.x) pool[i] = make_uint4(0, 0, 0, 0);

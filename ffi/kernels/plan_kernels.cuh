@@ -55,7 +55,7 @@ struct Planner {
       int before = 0;
       for (int base = 0; base < experts; base += 32) {
         const int e = base + threadIdx.x;
-        const int own = e < experts ? static_cast<int>(AlignUp(rows[e], align)) : 0;
+        const int own = e < experts ? static_cast<int>(align_up(rows[e], align)) : 0;
         int sum = own;
         for (int step = 1; step < 32; step *= 2) {
           const int other = __shfl_up_sync(~0u, sum, step);
@@ -90,11 +90,11 @@ struct Planner {
         }
       }
       __syncwarp();
-      CountChunk(WarpTeam(), shape, args.board->rank, args.plan, chunk, scratch);
+      count_chunk(WarpTeam(), shape, args.board->rank, args.plan, chunk, scratch);
     }
     barrier();
     for (int e = warp(); e <= shape.local_experts; e += warps()) {
-      ScanCounts(WarpTeam(), shape, args.plan, e);
+      scan_counts(WarpTeam(), shape, args.plan, e);
     }
     barrier();
   }
@@ -117,19 +117,19 @@ struct Planner {
       }
     }
     plan.expert_start = starts;
-    for (int e = warp(); e < experts; e += warps()) FillExpert(WarpTeam(), plan, e);
+    for (int e = warp(); e < experts; e += warps()) fill_expert(WarpTeam(), plan, e);
     float* row_weight = reinterpret_cast<float*>(args.block + args.layout.row_weight);
     uint64_t* row_target = reinterpret_cast<uint64_t*>(args.block + args.layout.row_target);
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
-      PlaceChunk(WarpTeam(), shape, args.board->rank, plan, chunk, scratch,
-                 [&](int64_t token, int32_t slot, int32_t row) {
-                   const int source = static_cast<int>(token / shape.tokens);
-                   const int64_t local = token - int64_t{source} * shape.tokens;
-                   row_weight[row] = args.board->weights[source][local * shape.top_k + slot];
-                   row_target[row] = reinterpret_cast<uint64_t>(
-                       args.board->block[source] + args.layout.common.returned +
-                       (int64_t{slot} * shape.tokens + local) * args.row_bytes);
-                 });
+      place_chunk(WarpTeam(), shape, args.board->rank, plan, chunk, scratch,
+                  [&](int64_t token, int32_t slot, int32_t row) {
+                    const int source = static_cast<int>(token / shape.tokens);
+                    const int64_t local = token - int64_t{source} * shape.tokens;
+                    row_weight[row] = args.board->weights[source][local * shape.top_k + slot];
+                    row_target[row] = reinterpret_cast<uint64_t>(
+                        args.board->block[source] + args.layout.common.returned +
+                        (int64_t{slot} * shape.tokens + local) * args.row_bytes);
+                  });
     }
   }
 
@@ -138,7 +138,7 @@ struct Planner {
   __device__ void pulls(int round) const {
     const PlanShape& shape = args.shape;
     // The first round starts even without rows: the backward pass has zeros to write.
-    if (round > 0 && round >= NumRounds(shape, args.plan)) return;
+    if (round > 0 && round >= num_rounds(shape, args.plan)) return;
     int32_t* counters = reinterpret_cast<int32_t*>(args.block + args.layout.counters);
     const int count = kProgressCounters * (shape.capacity_rows / kTileM);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -158,11 +158,11 @@ struct Planner {
       return;
     }
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
-      CountPullChunk(WarpTeam(), shape, args.board->rank, args.plan, round, chunk, scratch);
+      count_pull_chunk(WarpTeam(), shape, args.board->rank, args.plan, round, chunk, scratch);
     }
     barrier();
     for (int e = warp(); e < shape.local_experts; e += warps()) {
-      ScanPullCounts(WarpTeam(), shape, args.plan, e);
+      scan_pull_counts(WarpTeam(), shape, args.plan, e);
     }
     barrier();
     sum_starts(args.plan.pull_rows, 1);
@@ -170,7 +170,7 @@ struct Planner {
     if (thread == 0) plan.pull_start[shape.local_experts] = starts[shape.local_experts];
     plan.pull_start = starts;
     for (int chunk = warp(); chunk < shape.chunks(); chunk += warps()) {
-      PlacePullChunk(WarpTeam(), shape, args.board->rank, plan, round, chunk, scratch);
+      place_pull_chunk(WarpTeam(), shape, args.board->rank, plan, round, chunk, scratch);
     }
   }
 };

@@ -36,7 +36,7 @@ struct Pieces {
   __device__ explicit Pieces(int32_t hidden) {
     row_bytes = hidden * 2;
     count = (row_bytes + kPullBytes - 1) / kPullBytes;
-    bytes = static_cast<int32_t>(AlignUp((row_bytes + count - 1) / count, 16));
+    bytes = static_cast<int32_t>(align_up((row_bytes + count - 1) / count, 16));
   }
   __device__ int32_t size(int32_t piece) const {
     return piece + 1 < count ? bytes : row_bytes - (count - 1) * bytes;

@@ -34,10 +34,10 @@ std::string status_text(cudaError_t status) {
 Launch::Launch(const ExpertCall& call, int32_t copied_rows, cudaStream_t stream)
     : call(call),
       shape(call.shape),
-      layout(DeviceLayout::For(call.shape)),
+      layout(DeviceLayout::of(call.shape)),
       block(call.directory.block[call.directory.self]),
       board(at<Board>(layout.common.flags)),
-      buffers(layout.common.plan.At(block + layout.common.plan_base)),
+      buffers(layout.common.plan.at(block + layout.common.plan_base)),
       sms(std::max(1, multiprocessors() - call.reserved_sms)),
       stream(stream) {
   shape.plan.copied_rows = copied_rows;
@@ -85,7 +85,7 @@ void Launch::combine(const Combine& combine, const int32_t* claimed) const {
 int Launch::rounds() const {
   const int64_t capacity = shape.plan.capacity_rows;
   return static_cast<int>(
-      std::max<int64_t>(1, AlignUp(shape.plan.max_pool_rows(), capacity) / capacity));
+      std::max<int64_t>(1, align_up(shape.plan.max_pool_rows(), capacity) / capacity));
 }
 
 int32_t* Launch::progress(Progress which) const {

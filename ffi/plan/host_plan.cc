@@ -4,34 +4,34 @@
 
 namespace megamoe {
 
-void BuildPlan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan) {
+void build_plan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan) {
   std::vector<uint32_t> scratch(shape.scratch_words());
   const HostTeam team;
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    CountChunk(team, shape, rank, plan, c, scratch.data());
+    count_chunk(team, shape, rank, plan, c, scratch.data());
   }
   for (int32_t e = 0; e <= shape.local_experts; ++e) {
-    ScanCounts(team, shape, plan, e);
+    scan_counts(team, shape, plan, e);
   }
-  StartExperts(team, shape, plan);
-  for (int32_t e = 0; e < shape.local_experts; ++e) FillExpert(team, plan, e);
+  start_experts(team, shape, plan);
+  for (int32_t e = 0; e < shape.local_experts; ++e) fill_expert(team, plan, e);
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    PlaceChunk(team, shape, rank, plan, c, scratch.data(), [](int64_t, int32_t, int32_t) {});
+    place_chunk(team, shape, rank, plan, c, scratch.data(), [](int64_t, int32_t, int32_t) {});
   }
 }
 
-void BuildPullList(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round) {
+void build_pull_list(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round) {
   std::vector<uint32_t> scratch(shape.scratch_words());
   const HostTeam team;
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    CountPullChunk(team, shape, rank, plan, round, c, scratch.data());
+    count_pull_chunk(team, shape, rank, plan, round, c, scratch.data());
   }
   for (int32_t e = 0; e < shape.local_experts; ++e) {
-    ScanPullCounts(team, shape, plan, e);
+    scan_pull_counts(team, shape, plan, e);
   }
-  StartPulls(team, shape, plan);
+  start_pulls(team, shape, plan);
   for (int32_t c = 0; c < shape.chunks(); ++c) {
-    PlacePullChunk(team, shape, rank, plan, round, c, scratch.data());
+    place_pull_chunk(team, shape, rank, plan, round, c, scratch.data());
   }
 }
 

@@ -7,10 +7,10 @@
 namespace megamoe {
 
 // Builds the plan of `rank` from the gathered ids in plan.ids.
-void BuildPlan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan);
+void build_plan(const PlanShape& shape, int32_t rank, const PlanBuffers& plan);
 
 // Builds the pull list of one round of a complete plan.
-void BuildPullList(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round);
+void build_pull_list(const PlanShape& shape, int32_t rank, const PlanBuffers& plan, int32_t round);
 
 }  // namespace megamoe
 

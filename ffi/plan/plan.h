@@ -26,18 +26,18 @@
 // must be visible to all teams of the second: a grid barrier on the device, unless both are of
 // every chunk and the same team does the same chunks. Order of the phases:
 //
-//   CountChunk       every chunk
-//   ScanCounts       every row of the count table (local_experts + 1 of them)
-//   StartExperts     one team
-//   FillExpert       every expert        (these two in
-//   PlaceChunk       every chunk          either order)
+//   count_chunk       every chunk
+//   scan_counts       every row of the count table (local_experts + 1 of them)
+//   start_experts     one team
+//   fill_expert       every expert        (these two in
+//   place_chunk       every chunk          either order)
 //
 // then for each round, once the plan is complete:
 //
-//   CountPullChunk   every chunk
-//   ScanPullCounts   every expert
-//   StartPulls       one team
-//   PlacePullChunk   every chunk
+//   count_pull_chunk   every chunk
+//   scan_pull_counts   every expert
+//   start_pulls       one team
+//   place_pull_chunk   every chunk
 #ifndef JAX_MEGAMOE_FFI_PLAN_PLAN_H_
 #define JAX_MEGAMOE_FFI_PLAN_PLAN_H_
 
@@ -60,7 +60,7 @@ constexpr int32_t kTileM = 128;  // rows of a matrix tile; segments and rounds a
 constexpr int32_t kLanes = 32;   // lanes of a team, source tokens of a chunk
 constexpr int32_t kBatch = 8;    // loads of a lane that do not wait for each other
 
-MEGAMOE_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) {
+MEGAMOE_HD constexpr int64_t align_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
@@ -81,7 +81,7 @@ struct PlanShape {
   // Every slot may name an expert of this rank, and the same one twice in a token.
   MEGAMOE_HD int64_t max_pool_rows() const {
     const int64_t busy = slots() < local_experts ? slots() : local_experts;
-    return AlignUp(slots() + busy * (kTileM - 1), kTileM);
+    return align_up(slots() + busy * (kTileM - 1), kTileM);
   }
   // Words of scratch of a team.
   MEGAMOE_HD int32_t scratch_words() const { return local_experts + 2; }
@@ -98,7 +98,7 @@ struct PoolRow {
 
 // Arrays of one rank's plan. R ranks, T tokens, K slots, E local experts, C chunks.
 struct PlanBuffers {
-  int32_t* ids;           // [R*T*K] ids of all ranks, gathered by the caller before CountChunk
+  int32_t* ids;           // [R*T*K] ids of all ranks, gathered by the caller before count_chunk
   int32_t* counts;        // [E + 1][C] table that is counted and scanned
   int32_t* expert_rows;   // [E + 1] rows of each expert; the last entry is this rank's invalid ids
   int32_t* expert_start;  // [E + 1] first pool row of each segment; the last entry is their end
@@ -115,23 +115,23 @@ struct PlanLayout {
   int64_t pull_rows, pull_start, pull;
   int64_t bytes;
 
-  MEGAMOE_HD static PlanLayout For(const PlanShape& shape) {
+  MEGAMOE_HD static PlanLayout of(const PlanShape& shape) {
     PlanLayout at{};
     const int64_t word = sizeof(int32_t);
     const int64_t experts = shape.local_experts;
-    at.ids = at.Take(shape.slots() * word);
-    at.counts = at.Take((experts + 1) * shape.chunks() * word);
-    at.expert_rows = at.Take((experts + 1) * word);
-    at.expert_start = at.Take((experts + 1) * word);
-    at.row_of = at.Take(shape.slots() * word);
-    at.rows = at.Take(shape.max_pool_rows() * static_cast<int64_t>(sizeof(PoolRow)));
-    at.pull_rows = at.Take(experts * word);
-    at.pull_start = at.Take((experts + 1) * word);
-    at.pull = at.Take(shape.source_tokens() * word);
+    at.ids = at.take(shape.slots() * word);
+    at.counts = at.take((experts + 1) * shape.chunks() * word);
+    at.expert_rows = at.take((experts + 1) * word);
+    at.expert_start = at.take((experts + 1) * word);
+    at.row_of = at.take(shape.slots() * word);
+    at.rows = at.take(shape.max_pool_rows() * static_cast<int64_t>(sizeof(PoolRow)));
+    at.pull_rows = at.take(experts * word);
+    at.pull_start = at.take((experts + 1) * word);
+    at.pull = at.take(shape.source_tokens() * word);
     return at;
   }
 
-  MEGAMOE_HD PlanBuffers At(char* base) const {
+  MEGAMOE_HD PlanBuffers at(char* base) const {
     PlanBuffers b;
     b.ids = reinterpret_cast<int32_t*>(base + ids);
     b.counts = reinterpret_cast<int32_t*>(base + counts);
@@ -146,9 +146,9 @@ struct PlanLayout {
   }
 
  private:
-  MEGAMOE_HD int64_t Take(int64_t size) {
+  MEGAMOE_HD int64_t take(int64_t size) {
     const int64_t offset = bytes;
-    bytes = AlignUp(bytes + size, 256);
+    bytes = align_up(bytes + size, 256);
     return offset;
   }
 };
@@ -232,7 +232,7 @@ struct WarpTeam {
 
 namespace plan_internal {
 
-MEGAMOE_HD inline int32_t PopCount(uint32_t bits) {
+MEGAMOE_HD inline int32_t pop_count(uint32_t bits) {
 #ifdef __CUDA_ARCH__
   return __popc(bits);
 #else
@@ -241,13 +241,13 @@ MEGAMOE_HD inline int32_t PopCount(uint32_t bits) {
 }
 
 // Local expert of an id, or -1 if the id is unrouted, invalid or another rank's.
-MEGAMOE_HD inline int32_t LocalExpert(const PlanShape& shape, int32_t rank, int32_t id) {
+MEGAMOE_HD inline int32_t local_expert(const PlanShape& shape, int32_t rank, int32_t id) {
   // In int64: an invalid id may be any int32.
   const int64_t local = int64_t{id} - int64_t{rank} * shape.local_experts;
   return local >= 0 && local < shape.local_experts ? static_cast<int32_t>(local) : -1;
 }
 
-MEGAMOE_HD inline bool IsInvalid(const PlanShape& shape, int32_t id) {
+MEGAMOE_HD inline bool is_invalid(const PlanShape& shape, int32_t id) {
   return id < -1 || id >= int64_t{shape.ranks} * shape.local_experts;
 }
 
@@ -264,8 +264,8 @@ struct ChunkScratch {
 };
 
 template <class Team>
-MEGAMOE_HD void MaskChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                          const PlanBuffers& plan, int32_t chunk, const ChunkScratch& scratch) {
+MEGAMOE_HD void mask_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                           const PlanBuffers& plan, int32_t chunk, const ChunkScratch& scratch) {
   team.each([&](int32_t lane) {
     for (int32_t e = lane; e < shape.local_experts + 2; e += kLanes) scratch.masks[e] = 0;
   });
@@ -281,11 +281,11 @@ MEGAMOE_HD void MaskChunk(const Team& team, const PlanShape& shape, int32_t rank
       for (int32_t i = 0; i < kBatch; ++i) batch[i] = first + i < shape.top_k ? ids[first + i] : -1;
       MEGAMOE_UNROLL
       for (int32_t i = 0; i < kBatch; ++i) {
-        const int32_t e = LocalExpert(shape, rank, batch[i]);
+        const int32_t e = local_expert(shape, rank, batch[i]);
         if (e >= 0 && (team.bit_or(&scratch.masks[e], bit) & bit)) {
           team.bit_or(scratch.repeated, bit);
         }
-        if (own && IsInvalid(shape, batch[i])) team.add(scratch.invalid, 1);
+        if (own && is_invalid(shape, batch[i])) team.add(scratch.invalid, 1);
       }
     }
   });
@@ -293,20 +293,21 @@ MEGAMOE_HD void MaskChunk(const Team& team, const PlanShape& shape, int32_t rank
 
 // Rows of expert e among the first `tokens` tokens of the chunk, and in the first `slots` slots of
 // the next one. Exact for any ids; used only for chunks with a repeated expert.
-MEGAMOE_HD inline int32_t CountSlowly(const PlanShape& shape, int32_t rank, const PlanBuffers& plan,
-                                      int32_t chunk, int32_t e, int32_t tokens, int32_t slots) {
+MEGAMOE_HD inline int32_t count_slowly(const PlanShape& shape, int32_t rank,
+                                       const PlanBuffers& plan, int32_t chunk, int32_t e,
+                                       int32_t tokens, int32_t slots) {
   const int64_t first = int64_t{chunk} * kLanes * shape.top_k;
   const int64_t wanted = int64_t{tokens} * shape.top_k + slots;
   const int64_t end = first + wanted < shape.slots() ? first + wanted : shape.slots();
   int32_t count = 0;
-  for (int64_t i = first; i < end; ++i) count += LocalExpert(shape, rank, plan.ids[i]) == e;
+  for (int64_t i = first; i < end; ++i) count += local_expert(shape, rank, plan.ids[i]) == e;
   return count;
 }
 
 // First local expert for which this source token is pulled in the round, or -1. Pool rows are
 // ordered by expert, so it is the expert of the lowest row inside the round's window.
-MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, int32_t rank, const PlanBuffers& plan,
-                                      int32_t round, int64_t token) {
+MEGAMOE_HD inline int32_t first_expert(const PlanShape& shape, int32_t rank,
+                                       const PlanBuffers& plan, int32_t round, int64_t token) {
   const int64_t end = (int64_t{round} + 1) * shape.capacity_rows;
   const int64_t begin =
       end - shape.capacity_rows + (token / shape.tokens == rank ? shape.copied_rows : 0);
@@ -321,23 +322,23 @@ MEGAMOE_HD inline int32_t FirstExpert(const PlanShape& shape, int32_t rank, cons
       const int64_t row = plan.row_of[at];
       if (row < begin || row >= lowest) continue;
       lowest = row;
-      first_expert = LocalExpert(shape, rank, plan.ids[at]);
+      first_expert = local_expert(shape, rank, plan.ids[at]);
     }
   }
   return first_expert;
 }
 
 template <class Team>
-MEGAMOE_HD void MaskPullChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                              const PlanBuffers& plan, int32_t round, int32_t chunk,
-                              uint32_t* masks) {
+MEGAMOE_HD void mask_pull_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                                const PlanBuffers& plan, int32_t round, int32_t chunk,
+                                uint32_t* masks) {
   team.each([&](int32_t lane) {
     for (int32_t e = lane; e < shape.local_experts; e += kLanes) masks[e] = 0;
   });
   team.each([&](int32_t lane) {
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
-    const int32_t e = FirstExpert(shape, rank, plan, round, token);
+    const int32_t e = first_expert(shape, rank, plan, round, token);
     if (e >= 0) team.bit_or(&masks[e], uint32_t{1} << lane);
   });
 }
@@ -346,17 +347,17 @@ MEGAMOE_HD void MaskPullChunk(const Team& team, const PlanShape& shape, int32_t 
 
 // Counts the chunk's rows of every local expert, and the invalid ids among this rank's own tokens.
 template <class Team>
-MEGAMOE_HD void CountChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                           const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words) {
+MEGAMOE_HD void count_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                            const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words) {
   using namespace plan_internal;
   const ChunkScratch scratch(shape, scratch_words);
-  MaskChunk(team, shape, rank, plan, chunk, scratch);
+  mask_chunk(team, shape, rank, plan, chunk, scratch);
   team.each([&](int32_t lane) {
     const bool repeated = *scratch.repeated != 0;
     for (int32_t e = lane; e < shape.local_experts; e += kLanes) {
       plan.counts[int64_t{e} * shape.chunks() + chunk] =
-          repeated ? CountSlowly(shape, rank, plan, chunk, e, kLanes, 0)
-                   : PopCount(scratch.masks[e]);
+          repeated ? count_slowly(shape, rank, plan, chunk, e, kLanes, 0)
+                   : pop_count(scratch.masks[e]);
     }
     if (lane == 0) {
       plan.counts[int64_t{shape.local_experts} * shape.chunks() + chunk] = *scratch.invalid;
@@ -367,21 +368,21 @@ MEGAMOE_HD void CountChunk(const Team& team, const PlanShape& shape, int32_t ran
 // Row `e` of the count table becomes the number of the expert's rows before each chunk.
 // e = local_experts sums the invalid ids.
 template <class Team>
-MEGAMOE_HD void ScanCounts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                           int32_t e) {
+MEGAMOE_HD void scan_counts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
+                            int32_t e) {
   plan.expert_rows[e] =
       team.exclusive_scan(plan.counts + int64_t{e} * shape.chunks(), shape.chunks());
 }
 
 // Start of every expert's segment.
 template <class Team>
-MEGAMOE_HD void StartExperts(const Team& team, const PlanShape& shape, const PlanBuffers& plan) {
+MEGAMOE_HD void start_experts(const Team& team, const PlanShape& shape, const PlanBuffers& plan) {
   team.each([&](int32_t lane) {
     if (lane != 0) return;
     int32_t start = 0;
     for (int32_t e = 0; e < shape.local_experts; ++e) {
       plan.expert_start[e] = start;
-      start += static_cast<int32_t>(AlignUp(plan.expert_rows[e], kTileM));
+      start += static_cast<int32_t>(align_up(plan.expert_rows[e], kTileM));
     }
     plan.expert_start[shape.local_experts] = start;
   });
@@ -389,7 +390,7 @@ MEGAMOE_HD void StartExperts(const Team& team, const PlanShape& shape, const Pla
 
 // Padding rows of one expert.
 template <class Team>
-MEGAMOE_HD void FillExpert(const Team& team, const PlanBuffers& plan, int32_t e) {
+MEGAMOE_HD void fill_expert(const Team& team, const PlanBuffers& plan, int32_t e) {
   team.each([&](int32_t lane) {
     const int32_t end = plan.expert_start[e + 1];
     for (int32_t row = plan.expert_start[e] + plan.expert_rows[e] + lane; row < end;
@@ -401,12 +402,12 @@ MEGAMOE_HD void FillExpert(const Team& team, const PlanBuffers& plan, int32_t e)
 
 // Gives every slot of the chunk its pool row, and tells it to placed(source token, slot, row).
 template <class Team, class Placed>
-MEGAMOE_HD void PlaceChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                           const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words,
-                           const Placed& placed) {
+MEGAMOE_HD void place_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                            const PlanBuffers& plan, int32_t chunk, uint32_t* scratch_words,
+                            const Placed& placed) {
   using namespace plan_internal;
   const ChunkScratch scratch(shape, scratch_words);
-  MaskChunk(team, shape, rank, plan, chunk, scratch);
+  mask_chunk(team, shape, rank, plan, chunk, scratch);
   team.each([&](int32_t lane) {
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
@@ -418,11 +419,11 @@ MEGAMOE_HD void PlaceChunk(const Team& team, const PlanShape& shape, int32_t ran
       for (int32_t i = 0; i < kBatch; ++i) {
         rows[i] = -1;
         if (first + i >= shape.top_k) continue;
-        const int32_t e = LocalExpert(shape, rank, plan.ids[at + i]);
+        const int32_t e = local_expert(shape, rank, plan.ids[at + i]);
         if (e < 0) continue;
         const int32_t before = *scratch.repeated != 0
-                                   ? CountSlowly(shape, rank, plan, chunk, e, lane, first + i)
-                                   : PopCount(scratch.masks[e] & lower_lanes);
+                                   ? count_slowly(shape, rank, plan, chunk, e, lane, first + i)
+                                   : pop_count(scratch.masks[e] & lower_lanes);
         rows[i] = plan.expert_start[e] + plan.counts[int64_t{e} * shape.chunks() + chunk] + before;
       }
       MEGAMOE_UNROLL
@@ -437,34 +438,34 @@ MEGAMOE_HD void PlaceChunk(const Team& team, const PlanShape& shape, int32_t ran
   });
 }
 
-// Rounds that this rank needs: 0 if it has no rows. Valid after StartExperts.
-MEGAMOE_HD inline int32_t NumRounds(const PlanShape& shape, const PlanBuffers& plan) {
-  return static_cast<int32_t>(AlignUp(plan.expert_start[shape.local_experts], shape.capacity_rows) /
-                              shape.capacity_rows);
+// Rounds that this rank needs: 0 if it has no rows. Valid after start_experts.
+MEGAMOE_HD inline int32_t num_rounds(const PlanShape& shape, const PlanBuffers& plan) {
+  return static_cast<int32_t>(
+      align_up(plan.expert_start[shape.local_experts], shape.capacity_rows) / shape.capacity_rows);
 }
 
 // Counts the chunk's tokens that the round pulls, by the first expert that needs them.
 template <class Team>
-MEGAMOE_HD void CountPullChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                               const PlanBuffers& plan, int32_t round, int32_t chunk,
-                               uint32_t* masks) {
-  plan_internal::MaskPullChunk(team, shape, rank, plan, round, chunk, masks);
+MEGAMOE_HD void count_pull_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                                 const PlanBuffers& plan, int32_t round, int32_t chunk,
+                                 uint32_t* masks) {
+  plan_internal::mask_pull_chunk(team, shape, rank, plan, round, chunk, masks);
   team.each([&](int32_t lane) {
     for (int32_t e = lane; e < shape.local_experts; e += kLanes) {
-      plan.counts[int64_t{e} * shape.chunks() + chunk] = plan_internal::PopCount(masks[e]);
+      plan.counts[int64_t{e} * shape.chunks() + chunk] = plan_internal::pop_count(masks[e]);
     }
   });
 }
 
 template <class Team>
-MEGAMOE_HD void ScanPullCounts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
-                               int32_t e) {
+MEGAMOE_HD void scan_pull_counts(const Team& team, const PlanShape& shape, const PlanBuffers& plan,
+                                 int32_t e) {
   plan.pull_rows[e] =
       team.exclusive_scan(plan.counts + int64_t{e} * shape.chunks(), shape.chunks());
 }
 
 template <class Team>
-MEGAMOE_HD void StartPulls(const Team& team, const PlanShape& shape, const PlanBuffers& plan) {
+MEGAMOE_HD void start_pulls(const Team& team, const PlanShape& shape, const PlanBuffers& plan) {
   team.each([&](int32_t lane) {
     if (lane != 0) return;
     int32_t start = 0;
@@ -478,18 +479,18 @@ MEGAMOE_HD void StartPulls(const Team& team, const PlanShape& shape, const PlanB
 
 // Writes the chunk's entries of the round's pull list.
 template <class Team>
-MEGAMOE_HD void PlacePullChunk(const Team& team, const PlanShape& shape, int32_t rank,
-                               const PlanBuffers& plan, int32_t round, int32_t chunk,
-                               uint32_t* masks) {
-  plan_internal::MaskPullChunk(team, shape, rank, plan, round, chunk, masks);
+MEGAMOE_HD void place_pull_chunk(const Team& team, const PlanShape& shape, int32_t rank,
+                                 const PlanBuffers& plan, int32_t round, int32_t chunk,
+                                 uint32_t* masks) {
+  plan_internal::mask_pull_chunk(team, shape, rank, plan, round, chunk, masks);
   team.each([&](int32_t lane) {
     const int64_t token = int64_t{chunk} * kLanes + lane;
     if (token >= shape.source_tokens()) return;
-    const int32_t e = plan_internal::FirstExpert(shape, rank, plan, round, token);
+    const int32_t e = plan_internal::first_expert(shape, rank, plan, round, token);
     if (e < 0) return;
     const uint32_t lower_lanes = (uint32_t{1} << lane) - 1;
     plan.pull[plan.pull_start[e] + plan.counts[int64_t{e} * shape.chunks() + chunk] +
-              plan_internal::PopCount(masks[e] & lower_lanes)] = static_cast<int32_t>(token);
+              plan_internal::pop_count(masks[e] & lower_lanes)] = static_cast<int32_t>(token);
   });
 }
 

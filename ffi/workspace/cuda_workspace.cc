@@ -158,9 +158,9 @@ std::string allocate_blocks(const WorkspaceShape& shape, const std::vector<int>&
   Status check;
   check(enable_peers(distinct));
   made->shape = shape;
-  made->layout = DeviceLayout::For(shape);
+  made->layout = DeviceLayout::of(shape);
   // The driver exports memory in pages of 2 MiB, with whatever else is in them.
-  const int64_t bytes = AlignUp(made->layout.bytes, shape.staged_bytes > 0 ? 2 << 20 : 1);
+  const int64_t bytes = align_up(made->layout.bytes, shape.staged_bytes > 0 ? 2 << 20 : 1);
   for (int device : devices) {
     if (!check.message().empty()) break;
     cudaSetDevice(device);

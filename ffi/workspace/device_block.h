@@ -87,15 +87,15 @@ struct DeviceLayout {
 
   static constexpr int kTileColumns = 192;  // of the matrix core, kTileN
 
-  static DeviceLayout For(const WorkspaceShape& shape) {
+  static DeviceLayout of(const WorkspaceShape& shape) {
     DeviceLayout at{};
-    at.common = WorkspaceLayout::For(shape);
+    at.common = WorkspaceLayout::of(shape);
     const int64_t rows = shape.plan.max_pool_rows();
     const int64_t tiles = shape.plan.capacity_rows / kTileM;
-    int64_t end = AlignUp(at.common.bytes, 256);
+    int64_t end = align_up(at.common.bytes, 256);
     const auto take = [&end](int64_t size) {
       const int64_t offset = end;
-      end = AlignUp(end + size, 256);
+      end = align_up(end + size, 256);
       return offset;
     };
     at.row_weight = take(rows * 4);

@@ -13,12 +13,12 @@ struct Registry {
   std::map<int64_t, std::unique_ptr<HostWorkspace>> workspaces;
 };
 
-Registry& GlobalRegistry() {
+Registry& global_registry() {
   static Registry* registry = new Registry;
   return *registry;
 }
 
-bool Same(const WorkspaceShape& a, const WorkspaceShape& b) {
+bool same(const WorkspaceShape& a, const WorkspaceShape& b) {
   return a.plan.ranks == b.plan.ranks && a.plan.tokens == b.plan.tokens &&
          a.plan.top_k == b.plan.top_k && a.plan.local_experts == b.plan.local_experts &&
          a.plan.capacity_rows == b.plan.capacity_rows && a.hidden == b.hidden &&
@@ -30,7 +30,7 @@ bool Same(const WorkspaceShape& a, const WorkspaceShape& b) {
 
 void HostBlocks::Free::operator()(char* block) const { std::free(block); }
 
-HostBlocks::HostBlocks(const WorkspaceShape& shape) : layout_(WorkspaceLayout::For(shape)) {
+HostBlocks::HostBlocks(const WorkspaceShape& shape) : layout_(WorkspaceLayout::of(shape)) {
   for (int32_t rank = 0; rank < shape.plan.ranks; ++rank) {
     void* block = std::aligned_alloc(256, static_cast<size_t>(layout_.bytes));
     if (block == nullptr) throw std::bad_alloc();
@@ -43,7 +43,7 @@ HostWorkspace::Lease::~Lease() {
   owner_->free_.push_back(std::move(blocks_));
 }
 
-HostWorkspace::Lease HostWorkspace::Acquire() {
+HostWorkspace::Lease HostWorkspace::acquire() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!free_.empty()) {
@@ -55,24 +55,24 @@ HostWorkspace::Lease HostWorkspace::Acquire() {
   return Lease(this, std::make_unique<HostBlocks>(shape_));
 }
 
-std::string RegisterHostWorkspace(int64_t key, const WorkspaceShape& shape) {
+std::string register_host_workspace(int64_t key, const WorkspaceShape& shape) {
   if (!shape.plan.fits_int32()) {
     return "ranks x tokens x top_k is " + std::to_string(shape.plan.slots()) +
            "; with padding it must stay below 2**31";
   }
-  Registry& registry = GlobalRegistry();
+  Registry& registry = global_registry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   auto& workspace = registry.workspaces[key];
   if (workspace == nullptr) {
     workspace = std::make_unique<HostWorkspace>(shape);
-  } else if (!Same(workspace->shape(), shape)) {
+  } else if (!same(workspace->shape(), shape)) {
     return "workspace key " + std::to_string(key) + " is already in use for another shape";
   }
   return "";
 }
 
-HostWorkspace* FindHostWorkspace(int64_t key) {
-  Registry& registry = GlobalRegistry();
+HostWorkspace* find_host_workspace(int64_t key) {
+  Registry& registry = global_registry();
   std::lock_guard<std::mutex> lock(registry.mutex);
   const auto it = registry.workspaces.find(key);
   return it == registry.workspaces.end() ? nullptr : it->second.get();

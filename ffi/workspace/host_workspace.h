@@ -21,12 +21,12 @@ class HostBlocks {
   const WorkspaceLayout& layout() const { return layout_; }
 
   template <class T>
-  T* At(int32_t rank, int64_t offset) const {
+  T* at(int32_t rank, int64_t offset) const {
     return reinterpret_cast<T*>(blocks_[rank].get() + offset);
   }
 
   PlanBuffers plan(int32_t rank) const {
-    return layout_.plan.At(blocks_[rank].get() + layout_.plan_base);
+    return layout_.plan.at(blocks_[rank].get() + layout_.plan_base);
   }
 
  private:
@@ -59,7 +59,7 @@ class HostWorkspace {
     HostWorkspace* owner_;
     std::unique_ptr<HostBlocks> blocks_;
   };
-  Lease Acquire();
+  Lease acquire();
 
  private:
   const WorkspaceShape shape_;
@@ -69,10 +69,10 @@ class HostWorkspace {
 
 // Makes the workspace of `key`. The same key and shape again change nothing; another shape under
 // the same key, or one that does not fit, is refused with the returned message. Empty: done.
-std::string RegisterHostWorkspace(int64_t key, const WorkspaceShape& shape);
+std::string register_host_workspace(int64_t key, const WorkspaceShape& shape);
 
 // nullptr if the key was not registered in this process. Never freed.
-HostWorkspace* FindHostWorkspace(int64_t key);
+HostWorkspace* find_host_workspace(int64_t key);
 
 }  // namespace megamoe
 

@@ -49,7 +49,7 @@ struct WorkspaceLayout {
 
   static constexpr int64_t kFlagBytes = 4096;
 
-  static WorkspaceLayout For(const WorkspaceShape& shape) {
+  static WorkspaceLayout of(const WorkspaceShape& shape) {
     WorkspaceLayout at{};
     const int64_t tokens = shape.plan.tokens;
     const int64_t slots = tokens * shape.plan.top_k;
@@ -57,28 +57,28 @@ struct WorkspaceLayout {
     const int64_t hidden = shape.hidden;
     const int64_t intermediate = shape.intermediate;
     const int64_t word = 4;
-    at.staged_x = at.Take(tokens * hidden * shape.staged_bytes);
-    at.staged_dy = at.Take(tokens * hidden * shape.staged_bytes);
-    at.staged_ids = at.Take(slots * word);
-    at.staged_weights = at.Take(slots * word);
-    at.returned = at.Take(slots * hidden * shape.return_bytes);
-    at.returned_weights = at.Take(slots * word);
-    at.flags = at.Take(kFlagBytes);
-    at.plan = PlanLayout::For(shape.plan);
-    at.plan_base = at.Take(at.plan.bytes);
-    at.x_pool = at.Take(rows * hidden * shape.pool_bytes);
-    at.dy_pool = at.Take(rows * hidden * shape.pool_bytes);
-    at.gate_pool = at.Take(rows * intermediate * shape.pool_bytes);
-    at.up_pool = at.Take(rows * intermediate * shape.pool_bytes);
-    at.act_pool = at.Take(rows * intermediate * shape.pool_bytes);
-    at.carried = at.Take(3 * shape.carried_copies * hidden * intermediate * word);
+    at.staged_x = at.take(tokens * hidden * shape.staged_bytes);
+    at.staged_dy = at.take(tokens * hidden * shape.staged_bytes);
+    at.staged_ids = at.take(slots * word);
+    at.staged_weights = at.take(slots * word);
+    at.returned = at.take(slots * hidden * shape.return_bytes);
+    at.returned_weights = at.take(slots * word);
+    at.flags = at.take(kFlagBytes);
+    at.plan = PlanLayout::of(shape.plan);
+    at.plan_base = at.take(at.plan.bytes);
+    at.x_pool = at.take(rows * hidden * shape.pool_bytes);
+    at.dy_pool = at.take(rows * hidden * shape.pool_bytes);
+    at.gate_pool = at.take(rows * intermediate * shape.pool_bytes);
+    at.up_pool = at.take(rows * intermediate * shape.pool_bytes);
+    at.act_pool = at.take(rows * intermediate * shape.pool_bytes);
+    at.carried = at.take(3 * shape.carried_copies * hidden * intermediate * word);
     return at;
   }
 
  private:
-  int64_t Take(int64_t size) {
+  int64_t take(int64_t size) {
     const int64_t offset = bytes;
-    bytes = AlignUp(bytes + size, 256);
+    bytes = align_up(bytes + size, 256);
     return offset;
   }
 };

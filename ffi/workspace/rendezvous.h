@@ -41,25 +41,25 @@ class Rendezvous {
 
   // The future is ready when the group's work is done, or failed for every rank of the group.
   // Throws if the system lacks what it needs; the rank then has not arrived.
-  Future Arrive(int64_t run, int64_t group, int32_t rank, const Operands& operands,
+  Future arrive(int64_t run, int64_t group, int32_t rank, const Operands& operands,
                 const Work& work) {
     std::shared_ptr<Meeting> meeting;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      meeting = Find(run, group, [rank](const Meeting& m) { return !m.arrived[rank]; });
+      meeting = find(run, group, [rank](const Meeting& m) { return !m.arrived[rank]; });
       std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
       if (meeting->num_arrived == 0 && ranks_ > 1) {
-        meeting->alarm = SetAlarm(timeout_s_, [names = Names(), weak = std::weak_ptr(meeting)] {
-          if (auto late = weak.lock()) names.TimeOut(*late);
+        meeting->alarm = set_alarm(timeout_s_, [names = names(), weak = std::weak_ptr(meeting)] {
+          if (auto late = weak.lock()) names.time_out(*late);
         });
       }
       meeting->arrived[rank] = true;
       ++meeting->num_arrived;
       const bool last = meeting->num_arrived == ranks_;
-      if (last) Forget(run, group, meeting);
+      if (last) forget(run, group, meeting);
       if (meeting->failure.has_value()) {
-        return Ready(Error(*meeting->failure->errc(),
-                           Rank(rank) + " came to phase '" + phase_ +
+        return ready(Error(*meeting->failure->errc(),
+                           name_of(rank) + " came to phase '" + phase_ +
                                "' after the call had failed: " + meeting->failure->message()));
       }
       meeting->operands[rank] = operands;
@@ -69,22 +69,22 @@ class Rendezvous {
       }
       meeting->closed = true;
     }
-    if (ranks_ > 1) CancelAlarm(meeting->alarm);
+    if (ranks_ > 1) cancel_alarm(meeting->alarm);
     const Error result = work(meeting->operands);
-    KeepPromises(meeting->promises, [&](int32_t) { return result; });
-    return Ready(result);
+    keep_promises(meeting->promises, [&](int32_t) { return result; });
+    return ready(result);
   }
 
   // Ends the call for the ranks that wait and for those that will still come, when one of them
   // failed before it could say which it is.
-  void Fail(int64_t run, int64_t group, const Error& error) {
+  void fail(int64_t run, int64_t group, const Error& error) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const std::shared_ptr<Meeting> meeting = Find(run, group, [](const Meeting&) { return true; });
+    const std::shared_ptr<Meeting> meeting = find(run, group, [](const Meeting&) { return true; });
     std::lock_guard<std::mutex> meeting_lock(meeting->mutex);
-    if (++meeting->num_arrived == ranks_) Forget(run, group, meeting);
+    if (++meeting->num_arrived == ranks_) forget(run, group, meeting);
     if (meeting->failure.has_value()) return;
     meeting->failure = error;
-    KeepPromises(meeting->promises, [&](int32_t) { return error; });
+    keep_promises(meeting->promises, [&](int32_t) { return error; });
   }
 
  private:
@@ -107,7 +107,7 @@ class Rendezvous {
     double timeout_s;
     std::string phase;
 
-    void TimeOut(Meeting& meeting) const {
+    void time_out(Meeting& meeting) const {
       std::lock_guard<std::mutex> lock(meeting.mutex);
       if (meeting.closed || meeting.failure.has_value()) return;
       std::string missing;
@@ -128,26 +128,26 @@ class Rendezvous {
           meeting.failure = Error(xla::ffi::ErrorCode::kDeadlineExceeded, message(rank));
         }
       }
-      KeepPromises(meeting.promises, [&](int32_t rank) {
+      keep_promises(meeting.promises, [&](int32_t rank) {
         return Error(xla::ffi::ErrorCode::kDeadlineExceeded, message(rank));
       });
     }
   };
 
-  CallNames Names() const { return CallNames{ranks_, timeout_s_, phase_}; }
+  CallNames names() const { return CallNames{ranks_, timeout_s_, phase_}; }
 
-  std::string Rank(int32_t rank) const {
+  std::string name_of(int32_t rank) const {
     return "rank " + std::to_string(rank) + " of " + std::to_string(ranks_);
   }
 
-  static Future Ready(const Error& result) {
+  static Future ready(const Error& result) {
     Promise promise;
     Future future(promise);
-    Keep(promise, result);
+    keep(promise, result);
     return future;
   }
 
-  static void Keep(Promise& promise, const Error& result) {
+  static void keep(Promise& promise, const Error& result) {
     if (result.success()) {
       promise.SetAvailable();
     } else {
@@ -158,18 +158,19 @@ class Rendezvous {
   // A kept promise continues its device's program at once, on the thread that keeps it. Each gets
   // its own, because the programs may wait for each other further on.
   template <class Result>
-  static void KeepPromises(std::vector<std::optional<Promise>>& promises, const Result& result) {
+  static void keep_promises(std::vector<std::optional<Promise>>& promises, const Result& result) {
     for (size_t rank = 0; rank < promises.size(); ++rank) {
       if (!promises[rank].has_value()) continue;
-      RunOnThread([promise = *std::exchange(promises[rank], std::nullopt),
-                   error = result(static_cast<int32_t>(rank))]() mutable { Keep(promise, error); });
+      run_on_thread(
+          [promise = *std::exchange(promises[rank], std::nullopt),
+           error = result(static_cast<int32_t>(rank))]() mutable { keep(promise, error); });
     }
   }
 
   // The first call of this name that is wanted, or a new one. A failed call stays until all its
   // ranks have come, so that none of them is taken for a rank of the next.
   template <class Wanted>
-  std::shared_ptr<Meeting> Find(int64_t run, int64_t group, const Wanted& wanted) {
+  std::shared_ptr<Meeting> find(int64_t run, int64_t group, const Wanted& wanted) {
     auto& calls = calls_[{run, group}];
     for (const auto& meeting : calls) {
       if (wanted(*meeting)) return meeting;
@@ -178,7 +179,7 @@ class Rendezvous {
     return calls.back();
   }
 
-  void Forget(int64_t run, int64_t group, const std::shared_ptr<Meeting>& meeting) {
+  void forget(int64_t run, int64_t group, const std::shared_ptr<Meeting>& meeting) {
     auto& calls = calls_[{run, group}];
     for (auto it = calls.begin(); it != calls.end(); ++it) {
       if (*it == meeting) {

@@ -19,7 +19,7 @@ constexpr int64_t kSerialCost = 1 << 17;
 
 class ThreadCache {
  public:
-  void Run(std::function<void()> task) {
+  void run(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (idle_ > static_cast<int64_t>(tasks_.size())) {
@@ -31,7 +31,7 @@ class ThreadCache {
     try {
       std::thread([this, task] {
         task();
-        Serve();
+        serve();
       }).detach();
     } catch (const std::system_error&) {
       task();
@@ -39,7 +39,7 @@ class ThreadCache {
   }
 
  private:
-  void Serve() {
+  void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       ++idle_;
@@ -63,10 +63,10 @@ class ThreadCache {
 class AlarmClock {
  public:
   AlarmClock() {
-    std::thread([this] { Serve(); }).detach();
+    std::thread([this] { serve(); }).detach();
   }
 
-  Alarm Set(double seconds, std::function<void()> task) {
+  Alarm set(double seconds, std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto wait = std::chrono::duration_cast<std::chrono::steady_clock::duration>(
         std::chrono::duration<double>(seconds));
@@ -76,13 +76,13 @@ class AlarmClock {
     return alarm;
   }
 
-  void Cancel(const Alarm& alarm) {
+  void cancel(const Alarm& alarm) {
     std::lock_guard<std::mutex> lock(mutex_);
     alarms_.erase(alarm);
   }
 
  private:
-  void Serve() {
+  void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (alarms_.empty()) {
@@ -108,12 +108,12 @@ class AlarmClock {
 };
 
 // Both live until the process ends: their threads are never joined.
-ThreadCache& Threads() {
+ThreadCache& threads() {
   static ThreadCache* cache = new ThreadCache;
   return *cache;
 }
 
-AlarmClock& Clock() {
+AlarmClock& clock() {
   static AlarmClock* clock = new AlarmClock;
   return *clock;
 }
@@ -121,7 +121,7 @@ AlarmClock& Clock() {
 struct Loop {
   Loop(int64_t n, const std::function<void(int64_t)>& f) : n(n), f(&f) {}
 
-  void Work() {
+  void work() {
     for (;;) {
       // f is not touched after the last index is taken: the caller may have returned by then.
       const int64_t i = next.fetch_add(1);
@@ -134,7 +134,7 @@ struct Loop {
     }
   }
 
-  void Wait() {
+  void wait() {
     std::unique_lock<std::mutex> lock(mutex);
     finished.wait(lock, [this] { return done.load() == n; });
   }
@@ -149,9 +149,9 @@ struct Loop {
 
 }  // namespace
 
-void RunOnThread(std::function<void()> task) { Threads().Run(std::move(task)); }
+void run_on_thread(std::function<void()> task) { threads().run(std::move(task)); }
 
-void ParallelFor(int64_t n, int64_t cost, const std::function<void(int64_t)>& f) {
+void parallel_for(int64_t n, int64_t cost, const std::function<void(int64_t)>& f) {
   static const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
   const int64_t threads = n * cost < kSerialCost ? 1 : std::min(cores, n);
   if (threads <= 1) {
@@ -159,15 +159,15 @@ void ParallelFor(int64_t n, int64_t cost, const std::function<void(int64_t)>& f)
     return;
   }
   auto loop = std::make_shared<Loop>(n, f);
-  for (int64_t t = 1; t < threads; ++t) RunOnThread([loop] { loop->Work(); });
-  loop->Work();
-  loop->Wait();
+  for (int64_t t = 1; t < threads; ++t) run_on_thread([loop] { loop->work(); });
+  loop->work();
+  loop->wait();
 }
 
-Alarm SetAlarm(double seconds, std::function<void()> task) {
-  return Clock().Set(seconds, std::move(task));
+Alarm set_alarm(double seconds, std::function<void()> task) {
+  return clock().set(seconds, std::move(task));
 }
 
-void CancelAlarm(const Alarm& alarm) { Clock().Cancel(alarm); }
+void cancel_alarm(const Alarm& alarm) { clock().cancel(alarm); }
 
 }  // namespace megamoe
