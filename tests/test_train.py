@@ -312,8 +312,9 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "empty.txt"], "empty.txt is empty"),
-        (["--data", "missing.txt"], "missing.txt does not exist"),
+        (["--data", "empty.txt"], "empty.txt is empty; it must hold text"),
+        (["--data", "folder"], "--data is folder, a folder that has no .txt or .jsonl file"),
+        (["--data", "missing.txt"], "--data is missing.txt, which does not exist; it must name"),
         (["--model", "no-such-folder"], "it must be a folder or tiny, qwen3-30b-a3b"),
         (["--model", "."], "config.json does not exist"),
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
@@ -337,6 +338,7 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
 def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
+    Path("folder").mkdir()
     with pytest.raises(SystemExit) as error:
         train_qwen3_moe.main(["--out", "out", *arguments])
     assert message in str(error.value)
