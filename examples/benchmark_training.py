@@ -3,7 +3,7 @@
     python examples/benchmark_training.py --model tiny --layers 2 --steps 200 --lr 3e-4 \\
         --balance aux --sample-tokens 0
     python examples/benchmark_training.py --model qwen3-30b-a3b --layers 20,16,12 --steps 12 \\
-        --time-limit 90 --out results.json
+        --embedding-std 1 --time-limit 90 --out results.json
 
 Every run is a process of its own, `train_qwen3_moe.py --no-checkpoint` with the same seed and data;
 arguments that are not listed below are handed on to it. A run that does not fit into memory is made
