@@ -3,7 +3,7 @@
     python examples/benchmark_training.py --model tiny --layers 2 --steps 200 --lr 3e-4 \\
         --balance aux --sample-tokens 0
     python examples/benchmark_training.py --model qwen3-30b-a3b --layers 20,16,12 --steps 12 \\
-        --time-limit 80 --out results.json
+        --embedding-std 1 --time-limit 90 --out results.json
 
 Every run is a process of its own, `train_qwen3_moe.py --no-checkpoint` with the same seed and data;
 arguments that are not listed below are handed on to it. A run that does not fit into memory is made
@@ -119,6 +119,7 @@ def record(outcome: Outcome, software: records.Record, **fixed) -> records.Recor
             "steps_timed": rates["steps_timed"],
             "tokens_per_s_per_gpu": rates["tokens_per_s_per_device"],
             "model_tflops_per_gpu": rates["tflops_per_device"],
+            "imbalance": rates["imbalance"],
             "loss": final([line["lm_loss"] for line in metrics]),
             "peak_bytes": metrics[-1]["peak_bytes"],
         }
@@ -131,7 +132,7 @@ def show(r: records.Record) -> str:
         parts.append(
             f"{r['ms']:.1f} ms a step ({r['steps_timed']} timed), "
             f"{r['tokens_per_s_per_gpu']:,.0f} tokens/s and {r['model_tflops_per_gpu']:.4g} model "
-            f"TFLOP/s a device, loss {r['loss']:.4f}"
+            f"TFLOP/s a device, imbalance {r['imbalance']:.2f}, loss {r['loss']:.4f}"
         )
     if r["peak_bytes"]:
         parts.append(f", peak {r['peak_bytes'] / 2**30:.1f} GiB")

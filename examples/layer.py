@@ -27,19 +27,30 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--intermediate", type=int, default=128)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--expert-parallel", type=int, help="devices that share the experts")
+    parser.add_argument("--batch", type=size, default=16)
+    parser.add_argument("--seq-len", type=size, default=128)
+    parser.add_argument("--hidden", type=size, default=256)
+    parser.add_argument("--intermediate", type=size, default=128)
+    parser.add_argument("--experts", type=size, default=16)
+    parser.add_argument("--top-k", type=size, default=2)
+    parser.add_argument("--expert-parallel", type=size, help="devices that share the experts")
     parser.add_argument("--picture", type=Path, default=Path("expert_load.png"))
     args = parser.parse_args()
 
     # The experts are split over the axis "expert", the tokens over both axes.
     devices = jax.device_count()
     ranks = args.expert_parallel or math.gcd(devices, 4)
+    if devices % ranks:
+        parser.error(f"--expert-parallel is {ranks}; it must divide the {devices} devices")
+    if args.batch % devices:
+        parser.error(f"--batch is {args.batch}; it must be a multiple of the {devices} devices")
+    if args.experts % ranks:
+        parser.error(
+            f"--experts is {args.experts}; it must be a multiple of the {ranks} devices that share "
+            "them"
+        )
+    if args.top_k > args.experts:
+        parser.error(f"--top-k is {args.top_k}; it must be at most --experts, {args.experts}")
     mesh = jax.make_mesh((devices // ranks, ranks), ("data", "expert"))
     print(f"{devices} {jax.devices()[0].device_kind} devices, mesh {dict(mesh.shape)}")
 
@@ -68,8 +79,17 @@ def main():
     print("tokens per expert:")
     for expert, count in enumerate(load):
         print(f"{expert:4} {count:6} {'#' * round(40 * count / load.max())}")
-    draw(load, args.picture)
+    try:
+        draw(load, args.picture)
+    except (OSError, ValueError) as error:
+        parser.error(f"--picture is {args.picture}: {error}")
     print(f"wrote {args.picture}")
+
+
+def size(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
 
 
 @nnx.jit

@@ -101,19 +101,39 @@ def make_step(mesh, optimizer):
     return step
 
 
+def size(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return int(text)
+
+
+def rate(text):
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no finite number above 0")
+    return float(text)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=2048, help="per step, over all devices")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--expert-parallel", type=int, help="devices that share the experts")
+    parser.add_argument("--steps", type=size, default=200)
+    parser.add_argument("--tokens", type=size, default=2048, help="per step, over all devices")
+    parser.add_argument("--lr", type=rate, default=3e-3)
+    parser.add_argument("--expert-parallel", type=size, help="devices that share the experts")
     args = parser.parse_args()
 
-    ranks = args.expert_parallel or math.gcd(jax.device_count(), 4)
-    mesh = jax.make_mesh((jax.device_count() // ranks, ranks), AXES)
-    print(f"{jax.device_count()} devices, mesh {dict(mesh.shape)}")
+    devices = jax.device_count()
+    ranks = args.expert_parallel or math.gcd(devices, 4)
+    if devices % ranks or EXPERTS % ranks:
+        parser.error(
+            f"--expert-parallel is {ranks}; it must divide the {devices} devices and the {EXPERTS} "
+            "experts"
+        )
+    if args.tokens % devices:
+        parser.error(f"--tokens is {args.tokens}; it must be a multiple of the {devices} devices")
+    mesh = jax.make_mesh((devices // ranks, ranks), AXES)
+    print(f"{devices} devices, mesh {dict(mesh.shape)}")
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     text = np.frombuffer(b"".join(map(Path.read_bytes, sources)), np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + 1)
@@ -131,10 +151,10 @@ def main():
         params, state, loss, load = step(params, state, batch)
         if i == 1 or i % 20 == 0 or i == args.steps:
             loss, imbalance = float(loss), float(load.max() / load.mean())
-            rate = (i - shown) * args.tokens / (time.perf_counter() - since)
+            speed = (i - shown) * args.tokens / (time.perf_counter() - since)
             shown, since = i, time.perf_counter()
             print(
-                f"step {i:5}  loss {loss:.3f} nats/byte  {rate:8.0f} tokens/s  "
+                f"step {i:5}  loss {loss:.3f} nats/byte  {speed:8.0f} tokens/s  "
                 f"fullest expert {imbalance:.2f}x the mean",
                 flush=True,
             )

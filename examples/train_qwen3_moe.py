@@ -42,7 +42,7 @@ PRESETS = ("tiny", "qwen3-30b-a3b", "qwen3-235b-a22b")
 # Arguments that a resumed run must share with its checkpoint to be the same run.
 FIXED = (
     "seed", "steps", "batch", "accumulate", "seq_len", "lr", "warmup", "weight_decay", "clip",
-    "balance", "aux_coef", "bias_rate",
+    "balance", "aux_coef", "bias_rate", "embedding_std",
 )  # fmt: skip
 
 LEAST = {
@@ -62,6 +62,12 @@ def arguments(argv=None) -> argparse.Namespace:
     add("--tokenizer", metavar="FILE", help="tokenizer.json; without it, bytes are the tokens")
     add("--model", default="tiny", help=f"a Hugging Face folder, or {', '.join(PRESETS)}")
     add("--layers", type=int, help="use only the first layers of the model")
+    # At 1 the tokens of a new model differ enough that the router tells them apart.
+    add(
+        "--embedding-std",
+        type=float,
+        help="standard deviation of a new model's embedding (the model's initializer_range)",
+    )
     add("--out", type=Path, help="folder of the run (a new one, runs/<time>)")
     add("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     add("--seed", type=int, default=0)
@@ -190,9 +196,9 @@ def check_ranges(args: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value >= least):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {value}; it must be a finite number, at least {least}")
-    for name in ("lr", "clip", "capacity_factor"):
+    for name in ("lr", "clip", "capacity_factor", "embedding_std"):
         value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
+        if value is not None and not (math.isfinite(value) and value > 0):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {value}; it must be a finite number above 0")
     if not 0 <= args.seed < 2**63:
@@ -207,6 +213,11 @@ def model_config(args: argparse.Namespace, folder: Path | None) -> qwen3_moe.Qwe
     """The model's sizes, shortened if asked for, with the coefficient of --balance."""
     if folder and not folder.is_dir():
         raise ValueError(f"--model is {args.model!r}; it must be a folder or {', '.join(PRESETS)}")
+    if folder and args.embedding_std is not None:
+        raise ValueError(
+            f"--embedding-std is {args.embedding_std} and --model {args.model!r}, a folder with an "
+            f"embedding of its own; --model must be {', '.join(PRESETS)}"
+        )
     config = (
         qwen3_moe.Qwen3MoEConfig.from_hf(folder)
         if folder
@@ -249,7 +260,12 @@ def make_model(run: Run) -> qwen3_moe.Qwen3MoE:
         "expert_bias": args.balance == "bias",
     }
     if args.model in PRESETS:
-        return qwen3_moe.Qwen3MoE(run.config, rngs=nnx.Rngs(args.seed), **options)
+        model = qwen3_moe.Qwen3MoE(run.config, rngs=nnx.Rngs(args.seed), **options)
+        if args.embedding_std is not None:
+            value = model.embed_tokens.get_value()
+            scaled = value * (args.embedding_std / run.config.initializer_range)
+            model.embed_tokens.set_value(jax.device_put(scaled, value.sharding))
+        return model
     arrays = qwen3_moe.load_hf(args.model, **options).arrays()
     arrays["layers"] = first_layers(arrays["layers"], run.config.num_hidden_layers)
     return qwen3_moe.Qwen3MoE(run.config, arrays=arrays, **options)

@@ -95,6 +95,28 @@ def test_later_records_are_appended_and_replace_earlier_ones_in_pictures(tiny, c
     assert [r["pass"] for r in appended[1:]] == ["matrix_core"] * 5
 
 
+def test_the_newest_of_records_that_measure_the_same_is_shown(tiny, tmp_path, capsys):
+    first, *rest = [r for r in _records(tiny) if r["ms"] is not None]
+    old, new = (
+        dict(first, ms=ms, date=date)
+        for ms, date in ((111.0, "2026-11-29T23:59:59Z"), (222.0, "2026-11-30T00:00:01Z"))
+    )
+    undated = dict(first, ms=333.0)
+    del undated["date"]
+    assert report.newest([new, *rest, old, undated]) == [new, *rest]
+    assert report.newest([undated, *rest, old, new]) == [new, *rest]
+    assert report.newest([dict(old, date="2026-11-30"), new]) == [new]
+    again = dict(new, ms=444.0)
+    assert report.newest([new, again]) == [again]
+
+    files = [tmp_path / name for name in ("a.json", "b.json")]
+    report.write(files[0], [new])
+    report.write(files[1], [old])
+    for order in (files, files[::-1]):
+        assert bench.main(["--read", *map(str, order)]) == 0
+        assert " 222.000 " in (printed := capsys.readouterr().out) and " 111.000 " not in printed
+
+
 def test_the_layer_in_pytorch_is_measured_or_its_absence_recorded(tmp_path):
     out = tmp_path / "torch.json"
     arguments = ["--tiny", "--gpus=2", "--rounds=1", "--routings=skewed", f"--out={out}"]

@@ -24,8 +24,11 @@ NO_MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.
 
 def metrics(step_s, loss, steps=8):
     return [
-        dict(lm_loss=loss, step_s=step_s, tokens_per_s=128 / step_s, peak_bytes=2**30)
-        for _ in range(steps)
+        dict(
+            **dict(lm_loss=loss, step_s=step_s, tokens_per_s=128 / step_s, peak_bytes=2**30),
+            imbalance=1.0 + step,
+        )
+        for step in range(steps)
     ]
 
 
@@ -59,10 +62,12 @@ def test_runs_are_compared_and_appended(monkeypatch, tmp_path, capsys):
         **{"shape": "tiny", "pass": "training_step", "implementation": "ffi", "layers": 2},
         **dict(gpus=2, tokens_per_gpu=64, ms=500.0, steps=8, steps_timed=3, loss=2.0, commit="abc"),
         **dict(tokens_per_s_per_gpu=128.0, model_tflops_per_gpu=0.128, peak_bytes=2**30),
+        imbalance=7.0,  # of 6, 7 and 8, the steps timed
         **dict(device="cpu", options="--steps 8 --lr=1e-3", parameters=1000, precision="bf16"),
     )
     assert {name: ffi[name] for name in expected} == expected
     printed = capsys.readouterr().out.splitlines()
+    assert "TFLOP/s a device, imbalance 7.00, loss 2.0000" in printed[0]
     assert printed[-1] == "loss of xla - loss of ffi = +0.50000; step time 2.00 times"
 
 
@@ -107,6 +112,7 @@ def test_a_process_that_trains_and_one_that_cannot(tmp_path):
     record = bench.record(whole, {}, model="tiny", implementation="auto", layers=1)
     assert record["steps"] == 2 and record["ms"] > 0 and record["gpus"] == 8
     assert record["tokens_per_gpu"] == 32
+    assert 1 <= record["imbalance"] <= 4  # 2 of 8 experts have everything
     failed = bench.run(tmp_path / "failed", [*options, "--lr=-1"], 200)
     assert failed.settings == {} and failed.metrics == []
     assert failed.error == "train_qwen3_moe.py: --lr is -1.0; it must be a finite number above 0"

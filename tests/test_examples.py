@@ -50,16 +50,59 @@ def test_shard_map_training_example(tmp_path):
     assert losses[0] > 5 and losses[-1] < 3 and losses == sorted(losses, reverse=True)
 
 
-@pytest.fixture(scope="module")
-def example():
+def load(script):
     flags = os.environ.get("XLA_FLAGS")
-    spec = importlib.util.spec_from_file_location(
-        "shard_map_training", ROOT / "examples" / "shard_map_training.py"
-    )
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / "examples" / script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     os.environ["XLA_FLAGS"] = flags  # the script sets it for its own run
     return module
+
+
+@pytest.mark.parametrize(
+    "script, arguments, message",
+    [
+        ("layer.py", "--nope", "unrecognized arguments: --nope"),
+        ("layer.py", "--implementation=none", "unrecognized arguments: --implementation=none"),
+        ("layer.py", "--batch=x", "argument --batch: invalid size value: 'x'"),
+        ("layer.py", "--batch=0", "argument --batch: 0 is below 1"),
+        ("layer.py", "--seq-len=0", "argument --seq-len: 0 is below 1"),
+        ("layer.py", "--hidden=-64", "argument --hidden: -64 is below 1"),
+        ("layer.py", "--intermediate=0", "argument --intermediate: 0 is below 1"),
+        ("layer.py", "--experts=0", "argument --experts: 0 is below 1"),
+        ("layer.py", "--top-k=0", "argument --top-k: 0 is below 1"),
+        ("layer.py", "--expert-parallel=0", "argument --expert-parallel: 0 is below 1"),
+        ("layer.py", "--batch=12", "--batch is 12; it must be a multiple of the 8 devices"),
+        ("layer.py", "--expert-parallel=16", "--expert-parallel is 16; it must divide the 8 dev"),
+        ("layer.py", "--experts=6", "--experts is 6; it must be a multiple of the 4 devices that"),
+        ("layer.py", "--top-k=17", "--top-k is 17; it must be at most --experts, 16"),
+        (
+            "layer.py",
+            "--picture=x.foo --batch=8 --seq-len=1 --hidden=8 --intermediate=8",
+            "--picture is x.foo: Format 'foo' is not supported",
+        ),
+        ("shard_map_training.py", "--nope", "unrecognized arguments: --nope"),
+        ("shard_map_training.py", "--steps=0", "argument --steps: 0 is below 1"),
+        ("shard_map_training.py", "--tokens=-8", "argument --tokens: -8 is below 1"),
+        ("shard_map_training.py", "--tokens=12", "--tokens is 12; it must be a multiple of the 8"),
+        ("shard_map_training.py", "--lr=nan", "argument --lr: nan is no finite number above 0"),
+        ("shard_map_training.py", "--expert-parallel=0", "argument --expert-parallel: 0 is below"),
+        ("shard_map_training.py", "--expert-parallel=3", "--expert-parallel is 3; it must divide"),
+    ],
+)
+def test_wrong_arguments_end_in_one_sentence(script, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [script, *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        load(script).main()
+    assert stop.value.code == 2
+    usage, _, error = capsys.readouterr().err.partition(f"{script}: error: ")
+    assert usage.startswith("usage: ") and error.count("\n") == 1
+    assert error.startswith(message)
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load("shard_map_training.py")
 
 
 def gradients(example, data, expert, check_vma=True):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_megamoe.models.qwen3_moe import Qwen3MoEConfig, load_hf, loss
+from jax_megamoe.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, load_hf, loss
 
 DATA = Path(__file__).parent / "data" / "qwen3_moe"
 CASES = ("base", "tied_dense", "sharded")
@@ -115,11 +115,40 @@ def test_labels_that_are_no_tokens():
     for label in (-1, -101, m.config.vocab_size):
         labels = np.array(g["labels"])
         labels[0, 3] = label
+        for outside_jit in (labels, jnp.asarray(labels)):
+            with pytest.raises(
+                ValueError,
+                match=f"labels holds {label}; the tokens of the model are 0 to 96, and -100 is ig",
+            ):
+                loss(m, g["input_ids"], outside_jit)
         (total, metrics), grads = run(m, g["input_ids"], labels)
         assert np.isnan(total) and np.isnan(metrics["lm_loss"])
         assert np.isnan(grads["lm_head"][...]).any()
     with pytest.raises(ValueError, match="labels has .* dtype float32; it must be integers"):
         loss(m, g["input_ids"], g["labels"].astype(np.float32))
+
+
+def test_input_ids_that_are_no_tokens():
+    m, g = model("base"), golden("base")
+    clipped = jax.jit(m)
+    for wrong, nearest in ((-1, 0), (m.config.vocab_size, m.config.vocab_size - 1)):
+        ids, near = np.array(g["input_ids"]), np.array(g["input_ids"])
+        ids[0, 3], near[0, 3] = wrong, nearest
+        np.testing.assert_array_equal(clipped(ids), clipped(near))
+        for call in (m, lambda ids: loss(m, ids, g["labels"])):
+            with pytest.raises(ValueError, match=f"input_ids holds {wrong}; .* are 0 to 96$"):
+                call(ids)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+def test_tokens_of_any_integer_dtype(dtype):
+    # 40000 tokens are more than int16 can count, and unsigned numbers have no -100.
+    config = Qwen3MoEConfig.preset("tiny", num_hidden_layers=1, vocab_size=40_000)
+    m = Qwen3MoE(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    ids = np.arange(12, dtype=np.int32).reshape(2, 6)
+    np.testing.assert_array_equal(
+        loss(m, ids.astype(dtype), ids.astype(dtype))[0], loss(m, ids, ids)[0]
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])

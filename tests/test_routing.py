@@ -224,6 +224,23 @@ def test_a_bad_row_keeps_to_itself(bad, where):
         assert np.isnan(np.asarray(route(poisoned, 4).expert_weights[2])).all()
 
 
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("biased", [False, True])
+def test_nan_comes_last_whatever_its_sign(biased, k):
+    # Of itself top_k takes a NaN for larger than all numbers, or with a sign for smaller.
+    logits, rng = random_logits(64, 8), np.random.default_rng(1)
+    nan = np.where(rng.random(logits.shape) < 0.5, np.float32(np.nan), np.float32(-np.nan))
+    poisoned = np.where(rng.random(logits.shape) < 0.5, nan, logits)
+    poisoned[0], poisoned[1, :7] = nan[0], nan[1, :7]
+    # One NaN makes the whole softmax NaN: with a bias, which is added to scores, sigmoid.
+    kwargs = {"score": "sigmoid", "expert_bias": jnp.zeros(8)} if biased else {}
+    ids = np.asarray(route(poisoned, k, **kwargs).expert_ids)
+    assert ids.min() >= 0 and ids.max() < 8
+    assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all()
+    last = np.where(np.isnan(poisoned), -np.inf, poisoned)
+    np.testing.assert_array_equal(ids, np.argsort(-last, axis=1, kind="stable")[:, :k])
+
+
 def test_equal_scores_go_to_the_lower_expert():
     ties = jnp.array([[1.0, 1, 1, 1, 1, 1], [0, 2, 0, 2, 0, 2], [-0.0, 0.0, -0.0, 0.0, -1, -1]])
     want = [[0, 1, 2, 3], [1, 3, 5, 0], [0, 1, 2, 3]]

@@ -305,6 +305,8 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
     out, arguments, _ = finished_run
     with pytest.raises(SystemExit, match="made with seed = 3, this run has 4"):
         train_qwen3_moe.main([*arguments, "--out", str(out), "--resume", "--seed", "4"])
+    with pytest.raises(SystemExit, match="made with embedding_std = None, this run has 1.0"):
+        train_qwen3_moe.main([*arguments, "--out", str(out), "--resume", "--embedding-std", "1"])
     with pytest.raises(SystemExit, match="found no checkpoint"):
         train_qwen3_moe.main([*arguments, "--out", str(tmp_path), "--resume"])
 
@@ -312,8 +314,9 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "empty.txt"], "empty.txt is empty"),
-        (["--data", "missing.txt"], "missing.txt does not exist"),
+        (["--data", "empty.txt"], "empty.txt is empty; it must hold text"),
+        (["--data", "folder"], "--data is folder, a folder that has no .txt or .jsonl file"),
+        (["--data", "missing.txt"], "--data is missing.txt, which does not exist; it must name"),
         (["--model", "no-such-folder"], "it must be a folder or tiny, qwen3-30b-a3b"),
         (["--model", "."], "config.json does not exist"),
         (["--layers", "9"], "--layers is 9; the model has 4 layers"),
@@ -324,6 +327,11 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
         (["--seed", "-1"], "--seed is -1; it must be from 0 to"),
         (["--seed", str(2**70)], f"--seed is {2**70}; it must be from 0 to"),
         (["--capacity-factor", "0"], "--capacity-factor is 0.0; it must be a finite number"),
+        (["--embedding-std", "0"], "--embedding-std is 0.0; it must be a finite number above 0"),
+        (
+            ["--embedding-std", "1", "--model", "folder"],
+            "--embedding-std is 1.0 and --model 'folder', a folder with an embedding of its own",
+        ),
         (["--save-every", "-1"], "--save-every is -1; it must be a finite number, at least"),
         (["--prompt", ""], "--prompt is ''; it must hold at least one token"),
         (["--seq-len", "1"], "--seq-len is 1; it must be a finite number, at least 2"),
@@ -337,6 +345,7 @@ def test_resume_refuses_another_run(finished_run, tmp_path, capsys):
 def test_wrong_arguments_end_in_one_sentence(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("")
+    Path("folder").mkdir()
     with pytest.raises(SystemExit) as error:
         train_qwen3_moe.main(["--out", "out", *arguments])
     assert message in str(error.value)
@@ -375,6 +384,22 @@ def test_starts_from_the_first_layers_of_a_folder(tmp_path):
     ):
         qwen3_moe.save_hf(qwen3_moe.Qwen3MoE(CONFIG, rngs=nnx.Rngs(0)), tmp_path / "small")
         train_qwen3_moe.main(["--model", str(tmp_path / "small"), "--out", str(tmp_path / "o")])
+
+
+def test_the_embedding_of_a_new_model_has_the_deviation_asked_for(tmp_path):
+    (tmp_path / "text.txt").write_text("abc")
+    arguments = ["--data", str(tmp_path / "text.txt"), "--layers", "1", "--seq-len", "8"]
+
+    def new_model(name, *more):
+        given = train_qwen3_moe.arguments([*arguments, "--out", str(tmp_path / name), *more])
+        return train_qwen3_moe.make_model(train_qwen3_moe.prepare(given))
+
+    plain, wide = new_model("plain").arrays(), new_model("wide", "--embedding-std", "1").arrays()
+    before, after = plain.pop("embed_tokens"), wide.pop("embed_tokens")
+    assert after.dtype == before.dtype and after.sharding == before.sharding
+    assert np.std(after) == pytest.approx(1, rel=0.02)
+    np.testing.assert_allclose(after, before / 0.02, rtol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, wide, plain)
 
 
 @pytest.mark.parametrize("content", [None, b"{}"])

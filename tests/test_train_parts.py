@@ -111,10 +111,11 @@ def test_metrics_file_drops_what_is_run_again(tmp_path):
 
 
 def test_summary_leaves_out_the_first_steps():
-    records = [{"step_s": 60.0, "tokens_per_s": 1.0}] + [{"step_s": 2.0, "tokens_per_s": 50.0}] * 3
+    records = [{"step_s": 60.0, "tokens_per_s": 1.0, "imbalance": 9.0}]
+    records += [{"step_s": 2.0, "tokens_per_s": 50.0, "imbalance": i} for i in (1.5, 3.0, 2.0)]
     out = report.summary(records, flops_per_token=4e12, devices=2, skip=1)
     assert (out["step_s"], out["steps_timed"], out["tokens_per_s_per_device"]) == (2.0, 3, 25.0)
-    assert out["tflops_per_device"] == 100.0
+    assert (out["tflops_per_device"], out["imbalance"]) == (100.0, 2.0)
     short = report.summary(records[:2], flops_per_token=1.0, devices=1)
     assert (short["step_s"], short["steps_timed"]) == (2.0, 1)
     assert report.summary(records[:1], flops_per_token=1.0, devices=1)["step_s"] == 60.0

@@ -32,12 +32,12 @@ def test_documents_of_files_and_folders(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "", "a.txt is empty"),
+        ("a.txt", "", "a.txt is empty; it must hold text"),
         ("a.txt", " \n\n", "a.txt is empty"),
         ("a.jsonl", "", "a.jsonl is empty"),
         ("a.jsonl", '{"text": "x"}\n{oops\n', "a.jsonl, line 2, is not JSON"),
         ("a.jsonl", '{"body": "x"}\n', 'line 1, must be a string or an object with "text"'),
-        ("a.csv", "x", "must be a .txt or .jsonl file"),
+        ("a.csv", "x", "a.csv; a file must be a .txt or .jsonl file"),
     ],
 )
 def test_bad_file_is_named(tmp_path, name, content, message):
@@ -47,9 +47,10 @@ def test_bad_file_is_named(tmp_path, name, content, message):
 
 
 def test_missing_path_empty_folder_and_too_little_text(tmp_path):
-    with pytest.raises(ValueError, match="nowhere does not exist"):
+    with pytest.raises(ValueError, match="--data is .*nowhere, which does not exist; it must name"):
         list(text.documents([tmp_path / "nowhere"]))
-    with pytest.raises(ValueError, match="has no .txt or .jsonl file"):
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(ValueError, match="a folder that has no .txt or .jsonl file; it must hold"):
         list(text.documents([tmp_path]))
     with pytest.raises(ValueError, match="fewer than two tokens"):
         text.encode(["a"], text.ByteTokenizer())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import socket
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +255,20 @@ def test_an_interrupted_process_tells_the_others():
         _exchange.share(blocks, store, TWO, 0, "key", 30.0)
     assert blocks.state == "dropped"
     assert share(store, [Blocks("x"), Blocks("y")]) == [None] * 2
+
+
+def test_a_host_is_told_by_its_name_and_its_boot(monkeypatch):
+    # Containers on one machine have one boot, machines in two networks may have one name.
+    def host(name, boot):
+        files = {"/proc/sys/kernel/random/boot_id": f"{boot}\n"}
+        monkeypatch.setattr(socket, "gethostname", lambda: name)
+        monkeypatch.setattr(pathlib.Path, "read_text", lambda path: files[str(path)])
+        return _workspace._host()
+
+    told = [host(name, boot) for name in "ab" for boot in "12"]
+    assert len(set(told)) == 4
+    assert [text.split()[0] for text in told] == ["a", "a", "b", "b"]  # as messages name it
+    assert host("a", "1") == told[0]
 
 
 def test_ranks_must_fit_on_a_host():

@@ -47,7 +47,7 @@ class MetricsFile:
 
 
 def summary(records: list[dict], *, flops_per_token: float, devices: int, skip: int = 5) -> dict:
-    """Median step time, and the rates that follow from it.
+    """Medians of step time and imbalance, and the rates that follow from the time.
 
     The first `skip` steps are left out, or all but the last where there are no more.
     "tflops_per_device" counts the model's arithmetic once: no recomputation, no optimiser.
@@ -62,6 +62,7 @@ def summary(records: list[dict], *, flops_per_token: float, devices: int, skip: 
         "tokens_per_s": tokens,
         "tokens_per_s_per_device": tokens / devices,
         "tflops_per_device": tokens * flops_per_token / devices / 1e12,
+        "imbalance": statistics.median(r["imbalance"] for r in timed),
     }
 
 

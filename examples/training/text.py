@@ -87,17 +87,23 @@ def documents(paths: Iterable[str | Path]) -> Iterator[str]:
     """
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f"data path {path} does not exist")
+            raise ValueError(
+                f"--data is {path}, which does not exist; it must name .txt or .jsonl files, or "
+                "folders of them"
+            )
         files = [path]
         if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".jsonl"))
+            found = (f for f in path.rglob("*") if f.suffix in (".txt", ".jsonl"))
+            files = sorted(f for f in found if not f.is_dir())
             if not files:
-                raise ValueError(f"data folder {path} has no .txt or .jsonl file")
+                raise ValueError(
+                    f"--data is {path}, a folder that has no .txt or .jsonl file; it must hold one"
+                )
         for file in files:
             if file.suffix not in (".txt", ".jsonl"):
-                raise ValueError(f"data file {file} must be a .txt or .jsonl file")
+                raise ValueError(f"--data is {file}; a file must be a .txt or .jsonl file")
             if not file.read_bytes().strip():
-                raise ValueError(f"data file {file} is empty")
+                raise ValueError(f"data file {file} is empty; it must hold text")
             yield from _jsonl(file) if file.suffix == ".jsonl" else [_text(file)]
 
 

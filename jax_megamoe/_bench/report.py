@@ -16,7 +16,7 @@ import jax
 
 Record = dict[str, Any]
 
-# What a measurement is of. A later record with the same values replaces an earlier one in pictures.
+# What a measurement is of. A newer record with the same values replaces an older one in pictures.
 IDENTITY = (
     "shape",
     "pass",
@@ -84,9 +84,13 @@ def write(path: pathlib.Path, records: Sequence[Record]) -> None:
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """Returns the last record of each identity."""
-    last = {tuple(record.get(key) for key in IDENTITY): record for record in records}
-    return list(last.values())
+    """Returns the record of each identity that has the newest date, of equal ones the last."""
+    found: dict[tuple, Record] = {}
+    for record in records:
+        identity = tuple(record.get(key) for key in IDENTITY)
+        if _date(record) >= _date(found.get(identity, {})):
+            found[identity] = record
+    return list(found.values())
 
 
 def line(record: Record) -> str:
@@ -117,6 +121,11 @@ def table(records: Sequence[Record]) -> str:
         tokens = ", ".join(str(n) for n in dict.fromkeys(r["tokens_per_gpu"] for r in mine))
         lines += ["", f"{shape}, {tokens} tokens a device", heading, *map(line, mine)]
     return "\n".join(lines)
+
+
+def _date(record):
+    """In a format whose order as text is that of time; one without a date is the oldest."""
+    return record.get("date") or ""
 
 
 def _milliseconds(seconds):

@@ -18,6 +18,8 @@ from jax_megamoe.models.qwen3_moe import layers
 from jax_megamoe.models.qwen3_moe.model import (
     Qwen3MoE,
     check_batch,
+    check_tokens,
+    is_here,
     masks,
     place_batch,
     replicate,
@@ -87,9 +89,8 @@ def generate(
         raise ValueError(f"temperature is {temperature!r}; it must be a finite number, at least 0")
     if temperature > 0 and rng is None:
         raise ValueError(f"temperature is {temperature}; sampling needs rng, a jax.random key")
-    if _is_here(prompt_ids):
-        _check_vocabulary(prompt_ids, model.config.vocab_size)
-    if attention_mask is not None and _is_here(attention_mask):
+    check_tokens("prompt_ids", prompt_ids, model.config.vocab_size)
+    if attention_mask is not None and is_here(attention_mask):
         _check_left_padding(attention_mask)
     stop = () if eos_ids is None else tuple(np.ravel(eos_ids).tolist())
     if eos_ids is not None and not stop:
@@ -112,22 +113,6 @@ def generate(
         np.float32(temperature),
     )
     return (tokens, logits) if return_logits else tokens
-
-
-def _is_here(array):
-    """Whether this process can look at all values of the array now."""
-    if isinstance(array, jax.core.Tracer):
-        return False
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
-
-
-def _check_vocabulary(prompt_ids, size):
-    ids = np.asarray(prompt_ids)
-    wrong = ids[(ids < 0) | (ids >= size)]
-    if wrong.size:
-        raise ValueError(
-            f"prompt_ids holds {wrong[0]}; the tokens of the model are 0 to {size - 1}"
-        )
 
 
 def _check_left_padding(attention_mask):

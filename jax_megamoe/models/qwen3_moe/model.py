@@ -136,7 +136,9 @@ class Qwen3MoE(nnx.Module):
         """Logits of every position.
 
         Args:
-          input_ids: integer [B, S]; an id outside [0, V) is taken for the nearest one inside.
+          input_ids: integer [B, S], tokens of the model also where there is padding. Under
+            `jax.jit`, where values cannot be checked, an id outside [0, V) is taken for the nearest
+            one inside.
           attention_mask: [B, S], 1 = token, 0 = padding on either side, which is neither attended
             to nor routed. None: no padding.
           return_intermediates: also return a dict of `hidden_embed` [B, S, H], `hidden_layers`
@@ -146,8 +148,14 @@ class Qwen3MoE(nnx.Module):
 
         Returns:
           f32 [B, S, V]. At padding the values mean nothing.
+
+        Raises:
+          ValueError: a shape or dtype that does not fit, an empty batch, or, outside of `jax.jit`,
+            an id that is no token of the model.
+          TypeError: an argument that is no array.
         """
         check_batch("input_ids", input_ids, attention_mask=attention_mask)
+        check_tokens("input_ids", input_ids, self.config.vocab_size)
         logits, extra = _logits(
             self.runtime, self.arrays(), input_ids, attention_mask, return_intermediates
         )
@@ -168,10 +176,10 @@ def loss(
 
     Args:
       model: a `Qwen3MoE`.
-      input_ids: integer [B, S].
-      labels: integer [B, S], not shifted: the logits at t predict labels[t + 1]. -100 is ignored;
-        any other label outside [0, V), at which transformers stops, makes the loss and its
-        gradients NaN.
+      input_ids: integer [B, S], as in `Qwen3MoE.__call__`.
+      labels: integer [B, S], not shifted: the logits at t predict labels[t + 1]. -100 is ignored.
+        Under `jax.jit`, where values cannot be checked, any other label outside [0, V) makes the
+        loss and its gradients NaN.
       attention_mask: [B, S], 1 = token, 0 = padding.
 
     Returns:
@@ -180,7 +188,8 @@ def loss(
       Without a label lm_loss is 0, without a token aux_loss is 0.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, or an empty batch.
+      ValueError: a shape or dtype that does not fit, an empty batch, or, outside of `jax.jit`, an
+        id or a label that is no token of the model.
       TypeError: an argument that is no array.
 
     Example:
@@ -196,6 +205,8 @@ def loss(
     """
     check_batch("input_ids", input_ids, labels=labels, attention_mask=attention_mask)
     check_batch("labels", labels)
+    check_tokens("input_ids", input_ids, model.config.vocab_size)
+    check_tokens("labels", labels, model.config.vocab_size, ignored=IGNORED)
     return _loss(model.runtime, model.arrays(), input_ids, labels, attention_mask)
 
 
@@ -374,6 +385,8 @@ def _loss(rt, arrays, input_ids, labels, attention_mask):
         return lm_loss + rt.config.router_aux_loss_coef * metrics["aux_loss"], metrics
 
     mapped = shard_map(rt, f, (specs(rt, arrays), batch, batch, batch, batch), (one, one))
+    if labels.dtype.itemsize < 4:  # may hold neither -100 nor the size of the vocabulary
+        labels = labels.astype(jnp.int32)
     targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
     keys, tokens = masks(rt, input_ids, attention_mask)
     ids, targets = place_batch(rt, input_ids, targets, fill=(0, IGNORED))
@@ -412,3 +425,25 @@ def check_batch(name: str, ids: jax.Array, **others: jax.Array | None) -> None:
             raise ValueError(
                 f"{other} has shape {value.shape}; it must be that of {name}, {ids.shape}"
             )
+
+
+def check_tokens(name: str, ids: jax.Array, vocab_size: int, *, ignored: int | None = None) -> None:
+    """Raises an error if `ids` holds what is no token of the model, if its values can be seen."""
+    if not is_here(ids):
+        return
+    ids = np.asarray(jax.device_get(ids))
+    wrong, also = (ids < 0) | (ids >= vocab_size), ""
+    if ignored is not None:
+        wrong &= ids != ignored
+        also = f", and {ignored} is ignored"
+    if wrong.any():
+        raise ValueError(
+            f"{name} holds {ids[wrong][0]}; the tokens of the model are 0 to {vocab_size - 1}{also}"
+        )
+
+
+def is_here(array: jax.Array) -> bool:
+    """Whether this process can look at all values of the array now."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
