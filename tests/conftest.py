@@ -43,6 +43,17 @@ def default_device(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs():
+    """Lets them go after each file.
+
+    Those for CPUs take mappings of memory, of which Linux gives a process 65,530; the programs of all
+    tests together come near it, and beyond it LLVM crashes.
+    """
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items):
     hopper = [d for d in _gpus() if d.compute_capability == "9.0"]
     for item in items:
