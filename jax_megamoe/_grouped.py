@@ -20,6 +20,10 @@ from jax import lax
 
 from jax_megamoe import _mesh
 
+# Rows of a tile at most. A round may be far from full, so its rows alone would make tiles of
+# several times the rows of a group.
+_CPU_TILE, _GPU_TILE = 128, 1152
+
 # [M, K], [G, K, N] -> [M, N]
 _MATMUL_DIMS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())),
@@ -47,10 +51,10 @@ def grouped_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> ja
     Returns:
       float32 [M, N].
     """
-    loop = _matmul_loop
+    loop, small = _matmul_loop, functools.partial(_matmul_loop, largest=_CPU_TILE)
     cuda = _matmul_tokamax if _has_tokamax() and lhs.dtype == jnp.bfloat16 else loop
     return lax.platform_dependent(
-        lhs, rhs, group_sizes, cpu=loop, cuda=cuda, rocm=loop, default=_matmul_ragged
+        lhs, rhs, group_sizes, cpu=small, cuda=cuda, rocm=loop, default=_matmul_ragged
     )
 
 
@@ -68,14 +72,14 @@ def grouped_outer(
     Returns:
       float32 [G, K, N].
     """
-    loop = _outer_loop
+    loop, small = _outer_loop, functools.partial(_outer_loop, largest=_CPU_TILE)
     return lax.platform_dependent(
-        lhs, rhs, group_sizes, init, cpu=loop, cuda=loop, rocm=loop, default=_outer_ragged
+        lhs, rhs, group_sizes, init, cpu=small, cuda=loop, rocm=loop, default=_outer_ragged
     )
 
 
-def _matmul_loop(lhs, rhs, group_sizes):
-    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0])
+def _matmul_loop(lhs, rhs, group_sizes, *, largest=_GPU_TILE):
+    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0], largest)
 
     def body(t, out):
         group, start, mine = locate(t)
@@ -88,8 +92,8 @@ def _matmul_loop(lhs, rhs, group_sizes):
     return lax.fori_loop(0, tiles, body, out)
 
 
-def _outer_loop(lhs, rhs, group_sizes, init):
-    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0])
+def _outer_loop(lhs, rhs, group_sizes, init, *, largest=_GPU_TILE):
+    tiles, tile, locate = _row_tiles(group_sizes, lhs.shape[0], largest)
 
     def body(t, out):
         group, start, mine = locate(t)
@@ -101,14 +105,14 @@ def _outer_loop(lhs, rhs, group_sizes, init):
     return lax.fori_loop(0, tiles, body, init)
 
 
-def _row_tiles(group_sizes, rows):
+def _row_tiles(group_sizes, rows, largest):
     """Returns the number of row tiles of all groups, their rows, and where the t-th lies.
 
     No tile crosses a group. A tile is read at `start`, moved back where it would pass the end of
     the array; `mine` [tile, 1] marks the rows that belong to it. A tile has more rows than the mean
-    group: an iteration costs a GPU the more, the less it does.
+    group of a full round, at most `largest`: an iteration costs a GPU the more, the less it does.
     """
-    tile = min(rows, 128 * (rows // group_sizes.shape[0] // 128 + 1))
+    tile = min(rows, largest, 128 * (rows // group_sizes.shape[0] // 128 + 1))
     ends = jnp.cumsum(group_sizes)
     tiles = (group_sizes + tile - 1) // tile
     tile_ends = jnp.cumsum(tiles)

@@ -83,6 +83,8 @@ def _one_of(name, value, accepted):
 
 def _positive(name, value, most):
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if number and not isinstance(value, numbers.Integral):
+        value = float(value)  # a float16 could not be compared with a large float
     if not number or not 0 < value <= most:  # also where it is NaN
         raise ValueError(
             f"{name} is {value!r}; it must be a finite number above 0, at most {most:g}"

@@ -47,8 +47,8 @@ def default_device(request):
 def compiled_programs():
     """Lets them go after each file.
 
-    Those for CPUs take mappings of memory, of which Linux gives a process 65,530; the programs of all
-    tests together come near it, and beyond it LLVM crashes.
+    Those for CPUs take mappings of memory, of which Linux gives a process 65,530. The programs of
+    all tests together come near it, and beyond it LLVM crashes.
     """
     yield
     jax.clear_caches()

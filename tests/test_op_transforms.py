@@ -215,6 +215,21 @@ def test_no_second_derivative(implementation, ranks):
         jax.jit(jax.grad(lambda x: gradient(x).sum()))(x)
 
 
+def test_a_gradient_that_is_a_constant_is_part_of_a_loss(implementation):
+    config = MoEConfig(implementation=implementation)
+    x, *rest = make_inputs(SMALL).args
+
+    def loss(x):
+        return (moe_mlp(x, *rest, config=config) ** 2).sum()
+
+    def after_a_step(x, step):
+        return loss(x - 0.1 * step)
+
+    got = jax.jit(jax.grad(lambda x: after_a_step(x, lax.stop_gradient(jax.grad(loss)(x)))))(x)
+    want = jax.jit(jax.grad(after_a_step))(x, jax.jit(jax.grad(loss))(x))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_new_routing_neither_recompiles_nor_keeps_memory(implementation):
     f = sharded(make_mesh((2,)), MoEConfig(implementation=implementation))
     run = jax.jit(functools.partial(results_of, f))

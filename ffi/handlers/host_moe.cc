@@ -49,7 +49,7 @@ class GroupCall {
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) combine(rank, ranks_[rank].y);
   }
 
-  void Backward() {
+  void backward() {
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) stage(rank, /*backward=*/true);
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) {
       make_plan(rank);
@@ -399,7 +399,7 @@ void host_forward(const HostCall& call, const HostBlocks& blocks,
 
 void host_backward(const HostCall& call, const HostBlocks& blocks,
                    const std::vector<HostOperands>& ranks) {
-  GroupCall(call, blocks, ranks).Backward();
+  GroupCall(call, blocks, ranks).backward();
 }
 
 }  // namespace megamoe
