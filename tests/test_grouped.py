@@ -38,6 +38,15 @@ def products(lhs, rhs, outer_rhs, sizes):
     return grouped_matmul(lhs, rhs, sizes), grouped_outer(lhs, outer_rhs, sizes, zeros)
 
 
+@jax.jit
+def products_on_gpus(lhs, rhs, outer_rhs, sizes):
+    """What runs there without tokamax: the same loops with larger tiles."""
+    zeros = jnp.zeros(rhs.shape, jnp.float32)
+    return _grouped._matmul_loop(lhs, rhs, sizes), _grouped._outer_loop(
+        lhs, outer_rhs, sizes, zeros
+    )
+
+
 # Empty groups at the start, in the middle and at the end; sizes around the row tile; fewer rows
 # than the array has; all rows in one group.
 @pytest.mark.parametrize(
@@ -51,12 +60,14 @@ def products(lhs, rhs, outer_rhs, sizes):
         ([0, 130, 0], 130, 64, 32, "float32"),
         ([0, 0, 0], 9, 64, 32, "float32"),
         ([1], 1, 64, 32, "float32"),
-        ([300, 0, 600, 100], 1000, 64, 32, "float32"),  # a tile has 256 rows
+        ([300, 0, 600, 100], 1000, 64, 32, "float32"),  # tiles of 256 rows on GPUs
+        ([0, 2400], 2500, 64, 32, "float32"),  # and of the most that they have
     ],
 )
-def test_equals_a_loop_over_groups(sizes, rows, k, n, dtype):
+@pytest.mark.parametrize("loop", [products, products_on_gpus])
+def test_equals_a_loop_over_groups(loop, sizes, rows, k, n, dtype):
     args = make(sizes, rows, k, n, dtype)
-    got, want = products(*args), reference(*args[:3], sizes)
+    got, want = loop(*args), reference(*args[:3], sizes)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
