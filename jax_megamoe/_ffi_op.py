@@ -85,10 +85,11 @@ def _forward(call, *args):
 def _backward(call, residuals, cotangents):
     x, expert_ids, expert_weights, *weights = residuals
     rounded, dy = _operand(call, x), _operand(call, cotangents[0])
-    operands = (rounded, expert_ids, expert_weights, *(_operand(call, w) for w in weights), dy)
+    weight_operands = (_operand(call, w) for w in weights)
+    place = _mesh.place(call.axis_name)
+    operands = (rounded, expert_ids, expert_weights, *weight_operands, dy, place)
     results = tuple(_like(a) for a in (x, expert_weights, *weights))
     run = functools.partial(_custom_call, "jax_megamoe_backward", call, results)
-    operands = (*operands, _mesh.place(call.axis_name))
     dx, d_expert_weights, *dws = once_differentiable(run)(operands)
     return dx, None, d_expert_weights, *dws
 

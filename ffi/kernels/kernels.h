@@ -4,9 +4,8 @@
 //   for each round that the shape may need (a kernel ends at once if the plan needs fewer):
 //     plan     first round: gather all ids; rows and targets of this rank's experts
 //              every round: which rows to pull, in the order of use
-//     experts  pull and copy rows; gate/up, SwiGLU, down; push result rows home (experts.cuh; in
-//     the
-//              backward pass experts_backward.cuh and small kernels around it)
+//     experts  pull and copy rows; gate/up, SwiGLU, down; push result rows home
+//              (experts.cuh; in the backward pass experts_backward.cuh and small kernels around it)
 //   finish     every rank has pushed
 //   combine    sum each token's slots (the backward pass has begun it in experts)
 //
