@@ -30,7 +30,7 @@ struct TileRing {
   __device__ void init() {
     for (int s = 0; s < kTileSlots; ++s) {
       full[s].init(1);
-      empty[s].init(kConsumerWarps + 1);
+      empty[s].init(kConsumerWarps * 32 + 1);
     }
   }
   // One thread.
@@ -50,10 +50,10 @@ struct TileRing {
     asm volatile("" : "+r"(at.count));
     return work[at.index()];
   }
-  // A consumer warp.
+  // A consumer warp. Each thread says for itself that it has read.
   __device__ __forceinline__ void next(RingState<kTileSlots>& at) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) empty[at.index()].arrive();
+    empty[at.index()].arrive();
     at.advance();
   }
   // The loader.
