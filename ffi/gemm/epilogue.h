@@ -48,17 +48,22 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// Sigmoids of two values with one reciprocal: 1/a = b/(ab). The special-function unit bounds the
-// gate/up epilogue, and this takes three of its operations where two divisions take four. Exponents
-// are cut at 60, so the product stays finite and neither value can touch the other; a NaN comes
-// back as a number here and must reach the result through the factor that the sigmoid multiplies.
-__device__ __forceinline__ void sigmoid2(float x0, float x1, float& s0, float& s1) {
+// 0 for minus infinity; a NaN stays one.
+__device__ __forceinline__ float sigmoid(float x) {
   constexpr float kMinusLog2E = -1.4426950408889634f;
-  const float a = 1.0f + exp2_approx(fminf(x0 * kMinusLog2E, 60.0f));
-  const float b = 1.0f + exp2_approx(fminf(x1 * kMinusLog2E, 60.0f));
-  const float r = reciprocal_approx(a * b);
-  s0 = r * b;
-  s1 = r * a;
+  return reciprocal_approx(1.0f + exp2_approx(x * kMinusLog2E));
+}
+
+// The smaller and the larger value, or NaN if one is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float c;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
 }
 
 // Results leave through shared memory of each consumer warp, in blocks of 16 rows x 128 bytes: by
@@ -74,6 +79,34 @@ struct WarpBuffers {
   // This warp's.
   __device__ __forceinline__ uint8_t* here(int which = 0) {
     return blocks[thread_here() / 32 - 4][which];
+  }
+};
+
+// What an epilogue needs to know of each row of its tile, one value of 4 or 8 bytes. It is fetched
+// while the tile is multiplied: an epilogue that began with a wait for memory would not end before
+// the other warpgroup's next tile does.
+struct RowFacts {
+  alignas(16) uint8_t bytes[kConsumerWarps][kRowBlocks][16 * 8];
+
+  // Of this warp's 16 rows in row block m.
+  template <class Fact>
+  __device__ __forceinline__ const Fact* here(int m) const {
+    return reinterpret_cast<const Fact*>(bytes[thread_here() / 32 - 4][m]);
+  }
+  // A warp, before it multiplies. `facts` are those of the tile's rows.
+  template <class Fact>
+  __device__ __forceinline__ void fetch(const Fact* facts) {
+    constexpr int kLanes = sizeof(Fact);  // 16 bytes each for 16 rows
+    const int lane = lane_here(), m = lane / kLanes, first = lane % kLanes * (16 / kLanes);
+    if (m >= kRowBlocks) return;
+    const void* from = facts + m * 64 + thread_here() % kWarpgroup / 32 * 16 + first;
+    const uint32_t to = cute::cast_smem_ptr_to_uint(here<Fact>(m) + first);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  }
+  // A warp, before it reads.
+  static __device__ __forceinline__ void wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
   }
 };
 

@@ -179,14 +179,10 @@ __global__ void __launch_bounds__(kThreads, 1)
             buffer = GateExchange::block(shared.buffers, m * (kTileN / 64) + c);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              float gate[8], s[2];
+              float gate[8];
               load_16_columns(buffer, j, gate);
 #pragma unroll
-              for (int i = 0; i < 8; i += 2) {
-                sigmoid2(gate[i], gate[i + 1], s[0], s[1]);
-                gate[i] *= s[0] * d[8 * j + i];
-                gate[i + 1] *= s[1] * d[8 * j + i + 1];
-              }
+              for (int i = 0; i < 8; ++i) gate[i] *= sigmoid(gate[i]) * d[8 * j + i];
               store_16_columns(gate, fragment(buffer, j));
             }
           } else {

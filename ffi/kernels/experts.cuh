@@ -72,6 +72,7 @@ struct Work {
 struct ExpertsShared {
   Stages stages;
   WarpBuffers buffers;
+  RowFacts facts;
   PullBuffers pull;
   TileRing<Work> tiles;
   // Of the round's window, in tiles and rows from its first.
@@ -197,23 +198,15 @@ struct Experts {
   // ---- consumer warpgroups --------------------------------------------------------------------
 
   // gate = gate * sigmoid(gate) * up * weight, clamped first by the limit, which may be infinite;
-  // weight[h] is of the rows of values 2 h, 2 h + 1 in each four.
+  // weight[h] is of the rows of values 2 h, 2 h + 1 in each four. A NaN passes through.
   __device__ __forceinline__ void swiglu(float (&gate)[8], const float* up,
                                          const float (&weight)[2]) const {
     const float limit = args.swiglu_limit;
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      float s[2], u[2] = {up[i], up[i + 1]};
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        // Comparisons that a NaN fails, so that it passes through.
-        gate[i + j] = gate[i + j] > limit ? limit : gate[i + j];
-        u[j] = u[j] > limit ? limit : u[j];
-        u[j] = u[j] < -limit ? -limit : u[j];
-      }
-      sigmoid2(gate[i], gate[i + 1], s[0], s[1]);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) gate[i + j] *= s[j] * (u[j] * weight[i / 2 % 2]);
+    for (int i = 0; i < 8; ++i) {
+      const float g = min_or_nan(gate[i], limit);
+      const float u = max_or_nan(min_or_nan(up[i], limit), -limit);
+      gate[i] = g * sigmoid(g) * (u * weight[i / 2 % 2]);
     }
   }
 
@@ -238,29 +231,49 @@ struct Experts {
     GateExchange::give(shared.buffers, acc);
   }
 
+  // The first of the warp's 16 rows in a row block of the tile.
+  static __device__ __forceinline__ int first_of_block(int m) {
+    return m * 64 + thread_here() % kWarpgroup / 32 * 16;
+  }
+
+  // Of the tile at hand, whose rows have these facts.
+  template <class Fact>
+  __device__ __forceinline__ void fetch_facts(RingState<kTileSlots>& tile_ring,
+                                              const Fact* of_rows) const {
+    shared.facts.fetch(of_rows + first_row() + shared.tiles.here(tile_ring).place.m * kTileM);
+  }
+
   // Warpgroup 1.
   __device__ __forceinline__ void up_tile(RingState<kTileSlots>& tile_ring,
                                           RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
+    fetch_facts(tile_ring, args.row_weight);
     const Work& work =
         multiply_tile(1, args.hidden, tile_ring, ring, acc, [] { GateExchange::release(); });
+    RowFacts::wait();
     GateExchange::wait_until_full();
 #pragma unroll
-    for (int b = 0; b < GateExchange::kBlocks; ++b) {
-      const int m = b / (kTileN / 64), column = b % (kTileN / 64) * 64;
-      const int first = work.place.m * kTileM + m * 64 + thread_here() % kWarpgroup / 32 * 16;
-      const float* weights = args.row_weight + first_row() + first + lane_here() / 4;
+    for (int m = 0; m < kRowBlocks; ++m) {
+      const float* weights = shared.facts.here<float>(m) + lane_here() / 4;
       const float weight[2] = {weights[0], weights[8]};
-      uint8_t* block = GateExchange::block(shared.buffers, b);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float gate[8];
-        load_16_columns(block, j, gate);
-        swiglu(gate, acc + 32 * b + 8 * j, weight);
-        store_16_columns(gate, fragment(block, j));
+      for (int c = 0; c < kTileN / 64; ++c) {
+        const int b = m * (kTileN / 64) + c;
+        uint8_t* block = GateExchange::block(shared.buffers, b);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          float gate[2][8];
+          load_16_columns(block, j, gate[0]);
+          load_16_columns(block, j + 1, gate[1]);
+          swiglu(gate[0], acc + 32 * b + 8 * j, weight);
+          swiglu(gate[1], acc + 32 * b + 8 * j + 8, weight);
+          store_16_columns(gate[0], fragment(block, j));
+          store_16_columns(gate[1], fragment(block, j + 1));
+        }
+        store_block(maps.act_blocks, block, work.place.n * kTileN + 64 * c,
+                    work.place.m * kTileM + first_of_block(m),
+                    m * 64 < work.rows && 64 * c < work.columns);
       }
-      store_block(maps.act_blocks, block, work.place.n * kTileN + column, first,
-                  m * 64 < work.rows && column < work.columns);
     }
     announce(&args.activated[work.place.m]);
   }
@@ -268,12 +281,13 @@ struct Experts {
   __device__ __forceinline__ void down_tile(RingState<kTileSlots>& tile_ring,
                                             RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
+    fetch_facts(tile_ring, args.row_target);
     const Work& work = multiply_tile(warpgroup_here(), args.intermediate, tile_ring, ring, acc, [] {
       if (warpgroup_here() == 1) GateExchange::release();
     });
+    RowFacts::wait();
     if (warpgroup_here() == 0) GateExchange::wait_until_free();
-    push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.place.m * kTileM,
-              work.rows, work.place.n * kTileN, work.columns);
+    push_tile(acc, shared.buffers, shared.facts, work.rows, work.place.n * kTileN, work.columns);
   }
 
   // The warpgroups take tiles in turn.

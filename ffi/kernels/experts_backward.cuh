@@ -110,6 +110,7 @@ struct Backward {
   struct Shared {
     Stages stages;
     WarpBuffers buffers;
+    RowFacts facts;
     PullBuffers pull;
     TileRing<Work> tiles;
     // In rows and tiles from the first of the round.
@@ -433,28 +434,17 @@ struct Backward {
     const float to_gradient = weight * unit;
     const float limit = args.swiglu_limit;
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      bool pass_g[2], pass_u[2];
-#pragma unroll
-      for (int j = i; j < i + 2; ++j) {
-        // Comparisons that a NaN fails, so that it passes through.
-        pass_g[j - i] = !(g[j] > limit);
-        pass_u[j - i] = !(fabsf(u[j]) > limit);
-        g[j] = pass_g[j - i] ? g[j] : limit;
-        u[j] = pass_u[j - i] ? u[j] : copysignf(limit, u[j]);
-      }
-      float s[2];
-      sigmoid2(g[i], g[i + 1], s[0], s[1]);
-#pragma unroll
-      for (int j = i; j < i + 2; ++j) {
-        const float sigmoid = s[j - i], silu = g[j] * sigmoid;
-        const float d_silu = da[j] * silu, weighted = to_gradient * da[j];
-        dot += d_silu * u[j];
-        // silu'(g) = s (1 + g (1 - s))
-        g[j] = pass_g[j - i] ? weighted * u[j] * (sigmoid + sigmoid * (g[j] - silu)) : 0.0f;
-        da[j] = weight * silu * u[j];
-        u[j] = pass_u[j - i] ? to_gradient * d_silu : 0.0f;
-      }
+    for (int i = 0; i < 8; ++i) {
+      // Comparisons that a NaN fails, so that it passes through.
+      const bool pass_g = !(g[i] > limit), pass_u = !(fabsf(u[i]) > limit);
+      const float g_in = pass_g ? g[i] : limit, u_in = pass_u ? u[i] : copysignf(limit, u[i]);
+      const float s = sigmoid(g_in), silu = g_in * s;
+      const float d_silu = da[i] * silu, weighted = to_gradient * da[i];
+      dot += d_silu * u_in;
+      // silu'(g) = s (1 + g (1 - s))
+      g[i] = pass_g ? weighted * u_in * (s + s * (g_in - silu)) : 0.0f;
+      u[i] = pass_u ? to_gradient * d_silu : 0.0f;
+      da[i] = weight * silu * u_in;
     }
     gate = pack_bf16x8(g);
     up = pack_bf16x8(u);
@@ -470,7 +460,9 @@ struct Backward {
   __device__ __forceinline__ void hidden_grad_tile(RingState<kTileSlots>& tile_ring,
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
+    shared.facts.fetch(args.row_weight + first_row() + shared.tiles.here(tile_ring).row);
     multiply_tile<Major::K, Major::K>(tile_ring, ring, args.hidden / kBlockK, acc);
+    RowFacts::wait();
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m) {
       static_assert(kTileN / 64 == kWarpBuffers);
@@ -524,12 +516,10 @@ struct Backward {
     };
     load(0, 0);
     load(1, 0);
-    float weight[4], unit[4], dot[4] = {};
+    float unit[4], dot[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = first + 4 * i;
       unit[i] = __shfl_sync(~0u, units[i / 2], 16 * (i % 2) + lane / 8 * 4);
-      weight[i] = row < work.rows ? args.row_weight[first_row() + work.row + row] : 0.0f;
     }
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
@@ -540,7 +530,9 @@ struct Backward {
         uint4 g = gate[i % 2], u = up[i % 2];
         if (i < 2 || c + 1 < chunks) load((i + 2) % 4, c + (i + 2) / 4);
         uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
-        dot[i] += swiglu_backward(g, u, d, weight[i], unit[i]);
+        const float weight =
+            first + 4 * i < work.rows ? shared.facts.here<float>(m)[4 * i + lane / 8] : 0.0f;
+        dot[i] += swiglu_backward(g, u, d, weight, unit[i]);
         gate_pool[here] = g;
         up_pool[here] = u;
         act_pool[here] = d;
@@ -561,10 +553,11 @@ struct Backward {
   __device__ __forceinline__ void input_grad_tile(RingState<kTileSlots>& tile_ring,
                                                   RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
+    shared.facts.fetch(args.row_target + first_row() + shared.tiles.here(tile_ring).row);
     const Work& work =
         multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate / kBlockK, acc);
-    push_tile(acc, shared.buffers.here(), args.row_target + first_row() + work.row, work.rows,
-              work.n * kTileN, work.columns);
+    RowFacts::wait();
+    push_tile(acc, shared.buffers, shared.facts, work.rows, work.n * kTileN, work.columns);
   }
 
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,

@@ -5,28 +5,43 @@
 
 namespace megamoe {
 
+__device__ __forceinline__ void store_global(uint64_t to, const uint4& bytes) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bytes.x), "r"(bytes.y),
+               "r"(bytes.z), "r"(bytes.w)
+               : "memory");
+}
+
 // Pushes the warp's part of a tile, of which `rows` rows and `columns` columns are not padding, to
-// their homes. `targets` are the addresses of the return rows of the tile's rows, `column` is the
-// tile's first.
-__device__ __forceinline__ void push_tile(const float* acc, uint8_t* buffer,
-                                          const uint64_t* targets, int rows, int column,
+// their homes. `facts` have the addresses of the rows there, `column` is the tile's first.
+__device__ __forceinline__ void push_tile(const float* acc, WarpBuffers& buffers,
+                                          const RowFacts& facts, int rows, int column,
                                           int columns) {
+  static_assert(kTileN / 64 == kWarpBuffers);
 #pragma unroll
   for (int m = 0; m < kRowBlocks; ++m) {
-    // Lanes 0 to 15 have the warp's rows.
-    const int row = m * 64 + thread_here() % kWarpgroup / 32 * 16 + lane_here() % 16;
-    const uint64_t target = row < rows ? targets[row] : 0;
     if (m * 64 >= rows) continue;
 #pragma unroll
     for (int c = 0; c < kTileN / 64; ++c) {
-      const bool inside = 64 * c < columns;  // a multiple of 64
-      fill_64_columns(acc + m * (kTileN / 2) + 32 * c, buffer);
-      for_rows(buffer, [&](int i, const uint4& bytes) {
-        const uint64_t to = __shfl_sync(~0u, target, 4 * i + lane_here() / 8);
-        if (inside && to != 0)
-          *reinterpret_cast<uint4*>(to + (column + 64 * c) * 2 + lane_here() % 8 * 16) = bytes;
-      });
+      fill_64_columns(acc + m * (kTileN / 2) + 32 * c, buffers.here(c));
     }
+    __syncwarp();
+    const int lane = lane_here(), chunk = lane % 8;
+    const int left = rows - m * 64 - thread_here() % kWarpgroup / 32 * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 4 * i + lane / 8;  // of the warp's 16
+      uint4 bytes[kTileN / 64];
+#pragma unroll
+      for (int c = 0; c < kTileN / 64; ++c) {
+        bytes[c] = *reinterpret_cast<const uint4*>(buffers.here(c) + swizzled(row, chunk));
+      }
+      const uint64_t to = facts.here<uint64_t>(m)[row] + column * 2 + chunk * 16;
+#pragma unroll
+      for (int c = 0; c < kTileN / 64; ++c) {
+        if (row < left && 64 * c < columns) store_global(to + 128 * c, bytes[c]);
+      }
+    }
+    __syncwarp();
   }
 }
 
