@@ -369,18 +369,6 @@ struct Backward {
 
   // ---- consumer warpgroups --------------------------------------------------------------------
 
-  // With a limit, values beyond it are stored as infinities and others not beyond it, so that
-  // rounding to bf16 does not change which gradients pass. A NaN fails the comparisons and stays.
-  __device__ __forceinline__ float mark_clamped(float value, bool both_sides) const {
-    const float limit = args.swiglu_limit;
-    const float below = __uint_as_float(__float_as_uint(limit) & 0xffff0000u);
-    if (value > limit) return INFINITY;
-    if (both_sides && value < -limit) return -INFINITY;
-    if (value > below) return below;
-    if (both_sides && value < -below) return -below;
-    return value;
-  }
-
   // Multiplies a tile of rows; returns its work, read again.
   template <Major kA, Major kB>
   __device__ __forceinline__ const Work& multiply_tile(RingState<kTileSlots>& tile_ring,
@@ -402,6 +390,15 @@ struct Backward {
     const Work& work =
         multiply_tile<Major::K, Major::MN>(tile_ring, ring, args.hidden / kBlockK, acc);
     const bool up = work.matrix != 0;
+    // With a limit, values beyond it are stored as infinities and others not beyond the largest
+    // bf16 value up to it, so that rounding does not change which gradients pass. A NaN stays.
+    const float limit = args.swiglu_limit, least = up ? -limit : -INFINITY;
+    const float below = __uint_as_float(__float_as_uint(limit) & 0xffff0000u);
+    const float above = up ? -below : -INFINITY;
+    const auto mark_clamped = [&](float value) {
+      const float inside = max_or_nan(min_or_nan(value, below), above);
+      return value > limit ? INFINITY : value < least ? -INFINITY : inside;
+    };
 #pragma unroll
     for (int b = 0; b < kAccumulators / 32; ++b) {
       const int m = b / (kTileN / 64), column = b % (kTileN / 64) * 64;
@@ -411,7 +408,7 @@ struct Backward {
       for (int j = 0; j < 4; ++j) {
         float value[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] = mark_clamped(acc[32 * b + 8 * j + i], up);
+        for (int i = 0; i < 8; ++i) value[i] = mark_clamped(acc[32 * b + 8 * j + i]);
         store_16_columns(value, fragment(buffer, j));
       }
       store_block(up ? maps.up_blocks : maps.gate_blocks, buffer, work.n * kTileN + column,
@@ -423,8 +420,8 @@ struct Backward {
   // Backward of A' = w a with a = silu(g) u, for 8 columns of a row: turns g and u into their
   // gradients and `d`, fp16 values of the gradient of A' over `unit`, into A'; returns the columns'
   // part of the routing weight's gradient over the unit, <d, a>.
-  // With a limit l, which may be infinite: g is min(g, l) and u is clamped to [-l, l]; no gradient
-  // passes a clamped value.
+  // With a limit l, g is min(g, l) and u is clamped to [-l, l]; no gradient passes a clamped value.
+  template <bool kLimited>
   __device__ __forceinline__ float swiglu_backward(uint4& gate, uint4& up, uint4& d, float weight,
                                                    float unit) const {
     float g[8], u[8], da[8], dot = 0.0f;
@@ -436,15 +433,16 @@ struct Backward {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       // Comparisons that a NaN fails, so that it passes through.
-      const bool pass_g = !(g[i] > limit), pass_u = !(fabsf(u[i]) > limit);
+      const bool pass_g = !kLimited || !(g[i] > limit);
+      const bool pass_u = !kLimited || !(fabsf(u[i]) > limit);
       const float g_in = pass_g ? g[i] : limit, u_in = pass_u ? u[i] : copysignf(limit, u[i]);
-      const float s = sigmoid(g_in), silu = g_in * s;
-      const float d_silu = da[i] * silu, weighted = to_gradient * da[i];
-      dot += d_silu * u_in;
+      const float s = sigmoid(g_in), silu = g_in * s, a = silu * u_in;
+      const float gradient = to_gradient * da[i];
+      dot += da[i] * a;
       // silu'(g) = s (1 + g (1 - s))
-      g[i] = pass_g ? weighted * u_in * (s + s * (g_in - silu)) : 0.0f;
-      u[i] = pass_u ? to_gradient * d_silu : 0.0f;
-      da[i] = weight * silu * u_in;
+      g[i] = pass_g ? gradient * u_in * (s + s * (g_in - silu)) : 0.0f;
+      u[i] = pass_u ? gradient * silu : 0.0f;
+      da[i] = weight * a;
     }
     gate = pack_bf16x8(g);
     up = pack_bf16x8(u);
@@ -467,7 +465,7 @@ struct Backward {
     for (int m = 0; m < kRowBlocks; ++m) {
       static_assert(kTileN / 64 == kWarpBuffers);
       const float* d = acc + m * (kTileN / 2);
-      float scale[2], unit[2];
+      float scale[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float largest = 0.0f;
@@ -480,7 +478,6 @@ struct Backward {
         // The largest becomes 2^14 to 2^15, so that values down to 2^-28 of it keep 11 bits.
         const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 254u);
         scale[h] = __uint_as_float((268 - exponent) << 23);
-        unit[h] = __uint_as_float((exponent - 14) << 23);
       }
       __syncwarp();
 #pragma unroll
@@ -488,15 +485,20 @@ struct Backward {
         fill_64_columns_f16(d + 32 * c, scale, shared.buffers.here(c));
       }
       __syncwarp();
-      hidden_grad_rows(tile_ring, m, unit);
+      if (args.swiglu_limit < INFINITY) {
+        hidden_grad_rows<true>(tile_ring, m, scale);
+      } else {
+        hidden_grad_rows<false>(tile_ring, m, scale);
+      }
     }
     const Work& work = shared.tiles.here(tile_ring);
     announce(&args.hidden_grad_done[work.m], args.hidden_grad_parts);
   }
 
   // The warp's 16 rows of a row block; this lane has those of numbers 4 i + lane / 8.
+  template <bool kLimited>
   __device__ __forceinline__ void hidden_grad_rows(RingState<kTileSlots>& tile_ring, int m,
-                                                   const float (&units)[2]) {
+                                                   const float (&scale)[2]) {
     const Work& work = shared.tiles.here(tile_ring);
     const int lane = lane_here(), first = first_of_block(m) + lane / 8;
     if (m * 64 >= work.rows) return;
@@ -519,7 +521,8 @@ struct Backward {
     float unit[4], dot[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      unit[i] = __shfl_sync(~0u, units[i / 2], 16 * (i % 2) + lane / 8 * 4);
+      const float scaled = __shfl_sync(~0u, scale[i / 2], 16 * (i % 2) + lane / 8 * 4);
+      unit[i] = __uint_as_float((254u << 23) - __float_as_uint(scaled));  // 1 / scaled
     }
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
@@ -532,7 +535,7 @@ struct Backward {
         uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
         const float weight =
             first + 4 * i < work.rows ? shared.facts.here<float>(m)[4 * i + lane / 8] : 0.0f;
-        dot[i] += swiglu_backward(g, u, d, weight, unit[i]);
+        dot[i] += swiglu_backward<kLimited>(g, u, d, weight, unit[i]);
         gate_pool[here] = g;
         up_pool[here] = u;
         act_pool[here] = d;
