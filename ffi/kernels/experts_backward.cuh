@@ -20,6 +20,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <climits>
+#include <type_traits>
 
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
@@ -485,18 +486,13 @@ struct Backward {
         fill_64_columns_f16(d + 32 * c, scale, shared.buffers.here(c));
       }
       __syncwarp();
-      if (args.swiglu_limit < INFINITY) {
-        hidden_grad_rows<true>(tile_ring, m, scale);
-      } else {
-        hidden_grad_rows<false>(tile_ring, m, scale);
-      }
+      hidden_grad_rows(tile_ring, m, scale);
     }
     const Work& work = shared.tiles.here(tile_ring);
     announce(&args.hidden_grad_done[work.m], args.hidden_grad_parts);
   }
 
   // The warp's 16 rows of a row block; this lane has those of numbers 4 i + lane / 8.
-  template <bool kLimited>
   __device__ __forceinline__ void hidden_grad_rows(RingState<kTileSlots>& tile_ring, int m,
                                                    const float (&scale)[2]) {
     const Work& work = shared.tiles.here(tile_ring);
@@ -524,22 +520,29 @@ struct Backward {
       const float scaled = __shfl_sync(~0u, scale[i / 2], 16 * (i % 2) + lane / 8 * 4);
       unit[i] = __uint_as_float((254u << 23) - __float_as_uint(scaled));  // 1 / scaled
     }
+    const auto all_columns = [&](auto limited) {
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c) {
-      const uint8_t* buffer = shared.buffers.here(c);
+      for (int c = 0; c < chunks; ++c) {
+        const uint8_t* buffer = shared.buffers.here(c);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t here = at + 4 * i * row_words + 8 * c;
-        uint4 g = gate[i % 2], u = up[i % 2];
-        if (i < 2 || c + 1 < chunks) load((i + 2) % 4, c + (i + 2) / 4);
-        uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
-        const float weight =
-            first + 4 * i < work.rows ? shared.facts.here<float>(m)[4 * i + lane / 8] : 0.0f;
-        dot[i] += swiglu_backward<kLimited>(g, u, d, weight, unit[i]);
-        gate_pool[here] = g;
-        up_pool[here] = u;
-        act_pool[here] = d;
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t here = at + 4 * i * row_words + 8 * c;
+          uint4 g = gate[i % 2], u = up[i % 2];
+          if (i < 2 || c + 1 < chunks) load((i + 2) % 4, c + (i + 2) / 4);
+          uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
+          const float weight =
+              first + 4 * i < work.rows ? shared.facts.here<float>(m)[4 * i + lane / 8] : 0.0f;
+          dot[i] += swiglu_backward<limited.value>(g, u, d, weight, unit[i]);
+          gate_pool[here] = g;
+          up_pool[here] = u;
+          act_pool[here] = d;
+        }
       }
+    };
+    if (args.swiglu_limit < INFINITY) {
+      all_columns(std::true_type());
+    } else {
+      all_columns(std::false_type());
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
