@@ -1,4 +1,4 @@
-"""The picture of the records: times as bars, their ratio to the dense product written on them."""
+"""The picture of the records: bars of the time over that of the dense product in the same turns."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DENSE = "#b8bcc2"
 _COLOURS = {"ffi": "#1b6ca8", "xla": "#e08a2c", "torch": "#7d5ba6"}
 _CORE = "#2f8f6b"
 _HATCHES = {"bf16": "", "fp8": "//", "mxfp8": "xx", "fp8_bwd": ".."}
-# A bar beyond this many times the tallest dense bar is cut, so that the others can be read.
+# A bar beyond this many times the dense one is cut, so that the others can be read.
 _CUT = 3.0
 _CORE_BAR = 0.92
 _LIMIT = dict(color="#b3261e", lw=1, ls="--", zorder=3)
 _LIMIT_TEXT = dict(
-    xytext=(0, 1), textcoords="offset points", va="bottom", fontsize=7, color=_LIMIT["color"]
+    xytext=(2, 0), textcoords="offset points", va="center", fontsize=7.5, color=_LIMIT["color"]
 )
 _UPRIGHT = dict(rotation=90, ha="center", va="bottom", fontsize=7.5)
 
@@ -99,39 +99,36 @@ def _series(records):
 
 
 def _draw_pass(panel, records, most):
-    """A group of bars for each routing and number of devices; `most` is the ratio to stay below."""
+    """A group of bars for each routing and number of devices; `most` is the ratio to stay below.
+
+    Each is relative to the dense product beside it: times of different runs do not compare.
+    """
     series, groups = _series(records), _groups(records)
     width = 0.86 / (1 + len(series))
-    dense = [r["dense_ms"] for r in records if r["dense_ms"]]
-    times = [r["ms"] for r in records if r["ms"]]
-    tallest = max([*times, *((most or 1) * ms for ms in dense)], default=1)
-    limit = min(_CUT * max(dense, default=1), tallest)
-    panel.set_ylim(0, 1.22 * limit)
+    limit = min(_CUT, max([r["ratio"] or 1 for r in records] + [most or 1]))
+    panel.set_ylim(0, 1.25 * limit)
     for place, (gpus, routing) in enumerate(groups):
-        here = [r for r in records if (r["gpus"], r["routing"]) == (gpus, routing)]
         left = place - 0.43 + width / 2
-        dense_ms = next((r["dense_ms"] for r in here if r["dense_ms"]), None)
-        if dense_ms:
-            panel.bar(left, dense_ms, width, color=_DENSE)
-            _write(panel, left, dense_ms, _number(dense_ms))
-            if most:
-                panel.hlines(most * dense_ms, place - 0.45, place + 0.45, **_LIMIT)
-                panel.annotate(f"{most:.2f}×", (place - 0.45, most * dense_ms), **_LIMIT_TEXT)
-        for record in here:
-            n = 1 + series.index((record["implementation"], record["precision"]))
-            _draw_bar(panel, left + n * width, width, record, limit)
+        panel.bar(left, 1, width, color=_DENSE)
+        for record in records:
+            if (record["gpus"], record["routing"]) == (gpus, routing):
+                n = 1 + series.index((record["implementation"], record["precision"]))
+                _draw_bar(panel, left + n * width, width, record, limit)
+    if most:
+        panel.axhline(most, **_LIMIT)
+        panel.annotate(f"{most:.2f}×", (len(groups) - 0.45, most), **_LIMIT_TEXT)
     panel.set_xlim(-0.55, len(groups) - 0.45)
     panel.set_xticks(range(len(groups)), [f"EP={g}\n{routing}" for g, routing in groups])
-    panel.set_ylabel("ms", fontsize=9, color=_INK)
+    panel.set_ylabel("time / dense", fontsize=9, color=_INK)
 
 
 def _draw_bar(panel, at, width, record, limit):
-    colour, ms = _COLOURS[record["implementation"]], record["ms"]
-    if ms is None:
-        text = _short(record.get("error", "not measured"))
+    colour, ms, ratio = _COLOURS[record["implementation"]], record["ms"], record["ratio"]
+    if ratio is None:
+        text = _short(record.get("error", "not measured")) if ms is None else f"{_number(ms)} ms"
         panel.text(at, 0.02 * limit, text, color=colour, **_UPRIGHT)
         return
-    height = min(ms, limit)
+    height = min(ratio, limit)
     panel.bar(
         at,
         height,
@@ -141,7 +138,7 @@ def _draw_bar(panel, at, width, record, limit):
         edgecolor="white",
         lw=0,
     )
-    if ms > limit:
+    if ratio > limit:
         for lower in (0.90, 0.93):
             panel.plot(
                 [at - width / 2, at + width / 2],
@@ -149,8 +146,8 @@ def _draw_bar(panel, at, width, record, limit):
                 color="white",
                 lw=1.6,
             )
-    ratio = "" if record["ratio"] is None else f"\n{_number(record['ratio'])}×"
-    _write(panel, at, height, _number(ms) + ratio, bold=record["implementation"] == "ffi")
+    text = f"{ratio:.2f}×\n{_number(ms)} ms"
+    _write(panel, at, height, text, bold=record["implementation"] == "ffi")
 
 
 def _draw_core(panel, records):
@@ -196,7 +193,7 @@ def _caption(figure, records):
     first = records[0]
     figure.supxlabel(
         f"{first['device']}, {first['tokens_per_gpu']} tokens per device, EP = number of devices. "
-        "Numbers: ms, and the ratio to the dense matmul.",
+        "Numbers: the ratio to the dense matmul in the same turns, and the time.",
         fontsize=8.5,
         color=_INK,
     )
