@@ -101,6 +101,20 @@ def test_swiglu_limit_stops_gradients():
     check(fused(swiglu_limit=1.5)(inputs), inputs, swiglu_limit=1.5)
 
 
+@pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.5}], ids=str)
+def test_a_nan_stays_in_its_token_and_its_experts(config):
+    inputs = make_inputs(**BF16)
+    dirty = inputs._replace(x=inputs.x.at[5].set(jnp.nan))
+    clean, got = ([np.asarray(a, np.float32) for a in fused(**config)(i)] for i in (inputs, dirty))
+    used = np.isin(np.arange(len(clean[2])), np.asarray(inputs.expert_ids[5]))
+    for a, b in zip(clean[:2], got[:2], strict=True):
+        assert np.isnan(b[5]).all()
+        assert_same_bits(np.delete(b, 5, axis=0), np.delete(a, 5, axis=0))
+    for a, b in zip(clean[2:], got[2:], strict=True):
+        assert np.isnan(b[used]).any(axis=(1, 2)).all()
+        assert_same_bits(b[~used], a[~used])
+
+
 def test_fifty_calls_give_the_same_bits():
     inputs = make_inputs(
         Shape(tokens=512, top_k=8, experts=16, hidden=512, intermediate=256), **BF16

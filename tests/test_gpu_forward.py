@@ -165,10 +165,11 @@ def test_swiglu_limit_clamps():
     assert relative_error(single()(*inputs.args)[0], want) > 0.1
 
 
-def test_a_nan_stays_in_its_token():
+@pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.5}], ids=str)
+def test_a_nan_stays_in_its_token(config):
     inputs = make_inputs(**BF16)
-    clean, _ = single()(*inputs.args)
-    dirty, _ = single()(inputs.x.at[5].set(jnp.nan), *inputs.args[1:])
+    clean, _ = single(**config)(*inputs.args)
+    dirty, _ = single(**config)(inputs.x.at[5].set(jnp.nan), *inputs.args[1:])
     assert np.isnan(np.asarray(dirty[5], np.float32)).all()
     keep = np.arange(len(clean)) != 5
     assert_same_bits(np.asarray(dirty)[keep], np.asarray(clean)[keep])

@@ -23,6 +23,11 @@ __device__ __forceinline__ int lane_here() {
   return lane;
 }
 
+// The first of the warp's 16 rows in row block m of its tile.
+__device__ __forceinline__ int first_of_block(int m) {
+  return m * 64 + thread_here() % kWarpgroup / 32 * 16;
+}
+
 // Row of the warp's 16 and 16-byte chunk (0 or 1) of 16 columns that this lane addresses in
 // store_16_columns.
 __device__ __forceinline__ int fragment_row(int lane) { return lane % 16; }
@@ -48,7 +53,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// 0 for minus infinity; a NaN stays one.
+// A NaN stays one; 0 where exp(-x) is not finite.
 __device__ __forceinline__ float sigmoid(float x) {
   constexpr float kMinusLog2E = -1.4426950408889634f;
   return reciprocal_approx(1.0f + exp2_approx(x * kMinusLog2E));
@@ -68,8 +73,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 // Results leave through shared memory of each consumer warp, in blocks of 16 rows x 128 bytes: by
 // TMA where rows lie together (store_block), which takes fewer instructions and registers, else so
-// that eight lanes store 128 contiguous bytes of a row (for_rows). On H200 the rate was measured
-// to be about the same.
+// that eight lanes store 128 contiguous bytes of a row (store_rows_f32, push_tile). On H200 the
+// rate was measured to be about the same.
 constexpr int kBufferBytes = 16 * 128;
 constexpr int kWarpBuffers = 3;
 
@@ -96,6 +101,7 @@ struct RowFacts {
   // A warp, before it multiplies. `facts` are those of the tile's rows.
   template <class Fact>
   __device__ __forceinline__ void fetch(const Fact* facts) {
+    static_assert(sizeof(Fact) == 4 || sizeof(Fact) == 8);
     constexpr int kLanes = sizeof(Fact);  // 16 bytes each for 16 rows
     const int lane = lane_here(), m = lane / kLanes, first = lane % kLanes * (16 / kLanes);
     if (m >= kRowBlocks) return;
@@ -130,11 +136,11 @@ struct RowAddress {
 
 // Copies the buffer's rows, 16 bytes a lane at a time: copy(i, bytes) gets those of row
 // 4 i + lane / 8, chunk lane % 8.
-template <int kUnroll = 2, class Copy>
+template <class Copy>
 __device__ __forceinline__ void for_rows(const uint8_t* buffer, const Copy& copy) {
   __syncwarp();
   const int lane = lane_here();
-#pragma unroll kUnroll
+#pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     copy(i, *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8)));
   }
@@ -227,7 +233,7 @@ __device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buf
 // accumulators.)
 __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowAddress& to,
                                                int offset, bool inside, bool add) {
-  for_rows<1>(buffer, [&](int i, const uint4& bytes) {
+  for_rows(buffer, [&](int i, const uint4& bytes) {
     float4* at = reinterpret_cast<float4*>(to.first + offset + i * to.step);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (inside && add) sum = *at;

@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (kProduct == Product::kGateUp) GateExchange::wait_until_full();
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m) {
-        const int row = work.place.m * kTileM + m * 64 + threadIdx.x % kWarpgroup / 32 * 16;
+        const int row = work.place.m * kTileM + first_of_block(m);
         const int columns = columns_of_tile(geometry.out_columns, work.place.n);
 #pragma unroll
         for (int c = 0; c < kTileN / 64; ++c) {

@@ -231,11 +231,6 @@ struct Experts {
     GateExchange::give(shared.buffers, acc);
   }
 
-  // The first of the warp's 16 rows in a row block of the tile.
-  static __device__ __forceinline__ int first_of_block(int m) {
-    return m * 64 + thread_here() % kWarpgroup / 32 * 16;
-  }
-
   // Of the tile at hand, whose rows have these facts.
   template <class Fact>
   __device__ __forceinline__ void fetch_facts(RingState<kTileSlots>& tile_ring,

@@ -380,11 +380,6 @@ struct Backward {
     return shared.tiles.here(tile_ring);
   }
 
-  // The first of the warp's 16 rows in a row block of the tile.
-  static __device__ __forceinline__ int first_of_block(int m) {
-    return m * 64 + thread_here() % kWarpgroup / 32 * 16;
-  }
-
   __device__ __forceinline__ void recompute_tile(RingState<kTileSlots>& tile_ring,
                                                  RingState<kStages>& ring) {
     float acc[kAccumulators] = {};

@@ -26,7 +26,7 @@ __device__ __forceinline__ void push_tile(const float* acc, WarpBuffers& buffers
     }
     __syncwarp();
     const int lane = lane_here(), chunk = lane % 8;
-    const int left = rows - m * 64 - thread_here() % kWarpgroup / 32 * 16;
+    const int left = rows - first_of_block(m);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 4 * i + lane / 8;  // of the warp's 16

@@ -27,6 +27,7 @@ _LIMIT_TEXT = dict(
     xytext=(2, 0), textcoords="offset points", va="center", fontsize=7.5, color=_LIMIT["color"]
 )
 _UPRIGHT = dict(rotation=90, ha="center", va="bottom", fontsize=7.5)
+_CENTRED = dict(ha="center", va="center", fontsize=7.5)
 
 
 def check_format(path: pathlib.Path) -> None:
@@ -106,14 +107,15 @@ def _draw_pass(panel, records, most):
     series, groups = _series(records), _groups(records)
     width = 0.86 / (1 + len(series))
     limit = min(_CUT, max([r["ratio"] or 1 for r in records] + [most or 1]))
-    panel.set_ylim(0, 1.25 * limit)
+    panel.set_ylim(0, 1.05 * limit)
     for place, (gpus, routing) in enumerate(groups):
         left = place - 0.43 + width / 2
-        panel.bar(left, 1, width, color=_DENSE)
-        for record in records:
-            if (record["gpus"], record["routing"]) == (gpus, routing):
-                n = 1 + series.index((record["implementation"], record["precision"]))
-                _draw_bar(panel, left + n * width, width, record, limit)
+        here = [r for r in records if (r["gpus"], r["routing"]) == (gpus, routing)]
+        if any(r["ratio"] for r in here):
+            panel.bar(left, 1, width, color=_DENSE)
+        for record in here:
+            n = 1 + series.index((record["implementation"], record["precision"]))
+            _draw_bar(panel, left + n * width, width, record, limit)
     if most:
         panel.axhline(most, **_LIMIT)
         panel.annotate(f"{most:.2f}×", (len(groups) - 0.45, most), **_LIMIT_TEXT)
@@ -146,8 +148,15 @@ def _draw_bar(panel, at, width, record, limit):
                 color="white",
                 lw=1.6,
             )
-    text = f"{ratio:.2f}×\n{_number(ms)} ms"
-    _write(panel, at, height, text, bold=record["implementation"] == "ffi")
+    panel.text(
+        at,
+        min(height, 1) / 2,  # below the limit
+        f"{ratio:.2f}×\n{_number(ms)} ms",
+        color="white",
+        weight="bold" if record["implementation"] == "ffi" else "normal",
+        bbox=dict(facecolor=colour, edgecolor="none", pad=0.3),
+        **_CENTRED,
+    )
 
 
 def _draw_core(panel, records):
@@ -161,10 +170,10 @@ def _draw_core(panel, records):
             continue
         share = 1 / record["ratio"]
         panel.bar(place, share, 0.6, color=_CORE)
-        _write(panel, place, share, f"{share:.2f}")
+        panel.text(place, share / 2, f"{share:.2f}", color="white", **_CENTRED)
     panel.axhline(_CORE_BAR, color=_INK, lw=0.8, ls="--")
     panel.text(len(names) - 0.45, _CORE_BAR, f" {_CORE_BAR}", va="center", fontsize=8, color=_INK)
-    panel.set_ylim(0, 1.22)
+    panel.set_ylim(0, 1.1 * max([1, *(1 / r["ratio"] for r in records if r["ratio"])]))
     panel.set_xlim(-0.55, len(names) - 0.45)
     panel.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
     panel.set_ylabel("share of the dense rate", fontsize=9, color=_INK)
@@ -179,7 +188,8 @@ def _caption(figure, records):
         notes = {
             r["note"]: None
             for r in passes
-            if (r["implementation"], r["precision"]) == (implementation, precision) and r["note"]
+            if (r["implementation"], r["precision"]) == (implementation, precision)
+            and r.get("note")
         }
         label = f"{implementation}, {precision}" + (f" ({'; '.join(notes)})" if notes else "")
         colour, hatch = _COLOURS[implementation], _HATCHES[precision]
@@ -192,7 +202,7 @@ def _caption(figure, records):
     figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     first = records[0]
     figure.supxlabel(
-        f"{first['device']}, {first['tokens_per_gpu']} tokens per device, EP = number of devices. "
+        f"{first['device']}, {first['tokens_per_gpu']} tokens per device, EP = number of devices.\n"
         "Numbers: the ratio to the dense matmul in the same turns, and the time.",
         fontsize=8.5,
         color=_INK,
@@ -205,24 +215,8 @@ def _style(panel):
     panel.tick_params(axis="x", length=0)
 
 
-def _write(panel, at, height, text, bold=False):
-    panel.annotate(
-        text,
-        (at, height),
-        (0, 2),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        fontsize=7.5,
-        color=_INK,
-        weight="bold" if bold else "normal",
-        bbox=dict(facecolor="white", edgecolor="none", pad=0.3, alpha=0.75),
-        zorder=4,
-    )
-
-
 def _number(value):
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def _short(error):
