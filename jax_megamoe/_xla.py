@@ -211,7 +211,9 @@ def _make_plan(call, expert_ids, local_experts):
 
 def _swiglu(g, u, limit):
     if limit is not None:
-        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+        # A value equal to the limit passes its gradient; jnp.minimum would halve it.
+        g = jnp.where(g > limit, limit, g)
+        u = jnp.where(u > limit, limit, jnp.where(u < -limit, -limit, u))
     return jax.nn.silu(g) * u
 
 

@@ -34,7 +34,8 @@ class MoEConfig:
         that run beside the layer.
       timeout_s: seconds that a rank waits for a peer before it stops with an error, at most 1e9.
       swiglu_limit: clamps the gate from above and the up projection on both sides to this value,
-        at most 1e38, before SwiGLU; None for no clamp.
+        at most 1e38, before SwiGLU; None for no clamp. A value beyond it passes no gradient, one
+        that equals it does, as with torch.clamp.
       wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
         "fp8".
 

@@ -63,9 +63,10 @@ def moe_mlp(
         routed = (ids == e).any(axis=1, keepdims=True)
         xe = jnp.where(routed, x32, 0.0)
         g, u = xe @ gate, xe @ up
-        if config.swiglu_limit is not None:
-            g = jnp.minimum(g, config.swiglu_limit)
-            u = jnp.clip(u, -config.swiglu_limit, config.swiglu_limit)
+        if (limit := config.swiglu_limit) is not None:
+            # Not jnp.minimum, which halves the gradient of a value equal to the limit.
+            g = jnp.where(g > limit, limit, g)
+            u = jnp.where(u > limit, limit, jnp.where(u < -limit, -limit, u))
         out = (jax.nn.silu(g) * u) @ down
         return y + jnp.where(routed, weight.sum(axis=1, keepdims=True) * out, 0.0), None
 

@@ -95,6 +95,19 @@ def test_swiglu_limit(implementation, routing):
     assert relative_error(got.y, oracle(inputs).y) > 0.1
 
 
+def test_a_value_equal_to_the_limit_passes_its_gradient(implementation):
+    inputs = make_inputs()
+    # Gate and up are 0.5 everywhere.
+    inputs = inputs._replace(
+        x=jnp.zeros_like(inputs.x).at[:, 0].set(1.0),
+        **{name: getattr(inputs, name).at[:, 0].set(0.5) for name in ("w_gate", "w_up")},
+    )
+    free, limited = (runner(implementation, 1, **c)(inputs) for c in ({}, {"swiglu_limit": 0.5}))
+    assert np.asarray(free.dx).any()
+    assert_same_bits(limited, free)
+    assert_close(limited, oracle(inputs, swiglu_limit=0.5), F32)
+
+
 def test_experts_without_rows_get_exact_zeros(implementation):
     # First, last and middle experts empty; memory that was NaN before.
     shape = Shape(experts=8)
