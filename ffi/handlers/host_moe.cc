@@ -36,14 +36,11 @@ class GroupCall {
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) stage(rank, /*backward=*/false);
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) {
       make_plan(rank);
-      for (int32_t round = 0; round < num_rounds(plan_shape_, blocks_.plan(rank)); ++round) {
-        dispatch(rank, round, /*backward=*/false);
-        for (const Segment& segment : segments(rank, round)) {
-          gate_up(rank, segment);
-          swiglu(rank, segment);
-          down(rank, segment);
-        }
-      }
+      each_segment(rank, /*backward=*/false, [&](const Segment& segment) {
+        gate_up(rank, segment);
+        swiglu(rank, segment);
+        down(rank, segment);
+      });
       write_stats(rank);
     }
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) combine(rank, ranks_[rank].y);
@@ -54,16 +51,13 @@ class GroupCall {
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) {
       make_plan(rank);
       zero_idle_experts(rank);
-      for (int32_t round = 0; round < num_rounds(plan_shape_, blocks_.plan(rank)); ++round) {
-        dispatch(rank, round, /*backward=*/true);
-        for (const Segment& segment : segments(rank, round)) {
-          gate_up(rank, segment);
-          down_gradient(rank, segment);
-          swiglu_gradient(rank, segment);
-          input_gradient(rank, segment);
-          weight_gradients(rank, segment);
-        }
-      }
+      each_segment(rank, /*backward=*/true, [&](const Segment& segment) {
+        gate_up(rank, segment);
+        down_gradient(rank, segment);
+        swiglu_gradient(rank, segment);
+        input_gradient(rank, segment);
+        weight_gradients(rank, segment);
+      });
     }
     for (int32_t rank = 0; rank < plan_shape_.ranks; ++rank) {
       combine(rank, ranks_[rank].dx);
@@ -82,20 +76,25 @@ class GroupCall {
     bool continues;  // and in a later one
   };
 
-  std::vector<Segment> segments(int32_t rank, int32_t round) const {
+  // Calls work(segment) for every segment of every round, once the round's rows are in the pools.
+  template <class Work>
+  void each_segment(int32_t rank, bool backward, const Work& work) const {
     const PlanBuffers plan = blocks_.plan(rank);
-    const int64_t begin = int64_t{round} * plan_shape_.capacity_rows;
-    const int64_t end = begin + plan_shape_.capacity_rows;
-    std::vector<Segment> segments;
-    for (int32_t e = 0; e < plan_shape_.local_experts; ++e) {
-      const int64_t first = plan.expert_start[e];
-      const int64_t last = first + plan.expert_rows[e];
-      const int64_t from = std::max(first, begin);
-      const int64_t to = std::min(last, end);
-      if (from >= to) continue;
-      segments.push_back({e, from - begin, to - from, plan.rows + from, first<begin, last> end});
+    for (int32_t round = 0; round < num_rounds(plan_shape_, plan); ++round) {
+      dispatch(rank, round, backward);
+      const int64_t begin = int64_t{round} * plan_shape_.capacity_rows;
+      const int64_t end = begin + plan_shape_.capacity_rows;
+      for (int32_t e = 0; e < plan_shape_.local_experts; ++e) {
+        const int64_t first = plan.expert_start[e];
+        const int64_t last = first + plan.expert_rows[e];
+        const int64_t from = std::max(first, begin);
+        const int64_t to = std::min(last, end);
+        if (from >= to) continue;
+        const bool continued = first < begin;
+        const bool continues = last > end;
+        work(Segment{e, from - begin, to - from, plan.rows + from, continued, continues});
+      }
     }
-    return segments;
   }
 
   float* pool_row(int32_t rank, int64_t offset, int64_t row, int64_t width) const {
