@@ -27,6 +27,7 @@ using Barrier = cutlass::arch::ClusterBarrier;
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
 constexpr int kBlockK = 64;  // one 128-byte swizzle row of bf16
+constexpr int kInstructionK = 16;
 constexpr int kWarpgroup = 128;
 constexpr int kConsumerWarpgroups = 2;
 constexpr int kConsumerWarps = kConsumerWarpgroups * kWarpgroup / 32;
@@ -130,6 +131,12 @@ __device__ __forceinline__ void release_stage(Stages& stages, int index) {
   if (threadIdx.x % 32 == 0) stages.empty[index].arrive();
 }
 
+// Whether the depth, the contraction's length, need not be a multiple of kBlockK: where it is one
+// of token rows. What the last stage holds beyond the next multiple of kInstructionK is not
+// multiplied.
+template <Major kA, Major kB>
+constexpr bool kRaggedDepth = kA == Major::MN && kB == Major::MN;
+
 struct Nothing {
   __device__ void operator()() const {}
 };
@@ -148,11 +155,11 @@ struct Instruction<64, kA, kB> {
   using type = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_SS<kA, kB>;
 };
 
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators]: of the tile's row blocks the
-// first kUsedBlocks, of its columns the first kColumns. See multiply().
+// multiply() for the first kUsedBlocks of the tile's row blocks and the first kColumns of its
+// columns.
 template <Major kA, Major kB, int kUsedBlocks, int kColumns, class Taken>
 __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>& ring,
-                                              uint32_t warpgroup, int k_blocks, float* d,
+                                              uint32_t warpgroup, int depth, float* d,
                                               const Taken& taken) {
   static_assert(kColumns == kTileN || kColumns == 128 || kColumns == 64);
   using Atom = typename Instruction<kColumns, kA, kB>::type;
@@ -160,13 +167,13 @@ __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>
   Turns::take(warpgroup);
   taken();
 #pragma unroll 1
-  for (int kb = 0; kb < k_blocks; ++kb) {
+  for (int kb = 0; kb < depth / kBlockK; ++kb) {
     stages.full[ring.index()].wait(ring.phase());
     const uint64_t a = matrix_descriptor<kA>(stages.a[ring.index()]);
     const uint64_t b = matrix_descriptor<kB>(stages.b[ring.index()]);
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < kBlockK / 16; ++k) {
+    for (int k = 0; k < kBlockK / kInstructionK; ++k) {
 #pragma unroll
       for (int m = 0; m < kUsedBlocks; ++m) {
         wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kTileN / 2),
@@ -180,29 +187,50 @@ __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>
     }
     ring.advance();
   }
+  if (kRaggedDepth<kA, kB> && depth % kBlockK != 0) {
+    stages.full[ring.index()].wait(ring.phase());
+    uint64_t a = matrix_descriptor<kA>(stages.a[ring.index()]);
+    uint64_t b = matrix_descriptor<kB>(stages.b[ring.index()]);
+#pragma unroll 1
+    for (int k = 0; k < depth % kBlockK; k += kInstructionK) {
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int m = 0; m < kUsedBlocks; ++m) {
+        wgmma<Atom>(a + m * kStepM64, b, d + m * (kTileN / 2), true,
+                    std::make_integer_sequence<int, kColumns / 2>{});
+      }
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<1>();
+      if (k == 0 && depth >= kBlockK) release_stage(stages, (ring.count - 1) % kStages);
+      a += kStepK16<kA>;
+      b += kStepK16<kB>;
+    }
+    ring.advance();
+  }
   Turns::pass(warpgroup);
   cute::warpgroup_wait<0>();
   fence_accumulators(d);
-  if (k_blocks > 0) release_stage(stages, (ring.count - 1) % kStages);
+  if (depth > 0) release_stage(stages, (ring.count - 1) % kStages);
 }
 
-// Multiplies `k_blocks` stages of the ring into d[kAccumulators], of a tile of which `rows` rows
-// and `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
-// consumer's number, 0 or 1. taken() is called when its turn has come.
+// Multiplies the ring's next stages, `depth` of the contraction, into d[kAccumulators], which are
+// zeros before; of a tile of which `rows` rows and `columns` columns lie inside the matrix; columns
+// are a multiple of 64. `warpgroup` is the consumer's number, 0 or 1. taken() is called when its
+// turn has come.
 template <Major kA, Major kB, class Taken = Nothing>
 __device__ __forceinline__ void multiply(Stages& stages, RingState<kStages>& ring,
-                                         uint32_t warpgroup, int rows, int columns, int k_blocks,
+                                         uint32_t warpgroup, int rows, int columns, int depth,
                                          float* d, const Taken& taken = {}) {
   if (columns > 128) {
     if (rows > kTileM / kRowBlocks) {
-      multiply_part<kA, kB, kRowBlocks, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);
+      multiply_part<kA, kB, kRowBlocks, kTileN>(stages, ring, warpgroup, depth, d, taken);
     } else {
-      multiply_part<kA, kB, 1, kTileN>(stages, ring, warpgroup, k_blocks, d, taken);
+      multiply_part<kA, kB, 1, kTileN>(stages, ring, warpgroup, depth, d, taken);
     }
   } else if (columns > 64) {
-    multiply_part<kA, kB, kRowBlocks, 128>(stages, ring, warpgroup, k_blocks, d, taken);
+    multiply_part<kA, kB, kRowBlocks, 128>(stages, ring, warpgroup, depth, d, taken);
   } else {
-    multiply_part<kA, kB, kRowBlocks, 64>(stages, ring, warpgroup, k_blocks, d, taken);
+    multiply_part<kA, kB, kRowBlocks, 64>(stages, ring, warpgroup, depth, d, taken);
   }
 }
 

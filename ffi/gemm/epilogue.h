@@ -105,7 +105,7 @@ struct RowFacts {
     constexpr int kLanes = sizeof(Fact);  // 16 bytes each for 16 rows
     const int lane = lane_here(), m = lane / kLanes, first = lane % kLanes * (16 / kLanes);
     if (m >= kRowBlocks) return;
-    const void* from = facts + m * 64 + thread_here() % kWarpgroup / 32 * 16 + first;
+    const void* from = facts + first_of_block(m) + first;
     const uint32_t to = cute::cast_smem_ptr_to_uint(here<Fact>(m) + first);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
   }
@@ -134,19 +134,6 @@ struct RowAddress {
         step(4u * columns * element_bytes) {}
 };
 
-// Copies the buffer's rows, 16 bytes a lane at a time: copy(i, bytes) gets those of row
-// 4 i + lane / 8, chunk lane % 8.
-template <class Copy>
-__device__ __forceinline__ void for_rows(const uint8_t* buffer, const Copy& copy) {
-  __syncwarp();
-  const int lane = lane_here();
-#pragma unroll 1
-  for (int i = 0; i < 4; ++i) {
-    copy(i, *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8)));
-  }
-  __syncwarp();
-}
-
 // Where this lane's part of the j-th 16 columns goes in the buffer, see store_16_columns.
 __device__ __forceinline__ uint8_t* fragment(uint8_t* buffer, int j) {
   const int lane = lane_here();
@@ -165,6 +152,21 @@ __device__ __forceinline__ void load_16_columns(uint8_t* buffer, int j, float (&
   cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t*>(fragment(buffer, j)), packed.x,
                                 packed.y, packed.z, packed.w);
   unpack_bf16x8(packed, d);
+}
+
+// The same for the j-th 8 columns: fewer registers at a time.
+__device__ __forceinline__ cute::uint128_t& fragment_of_8(uint8_t* buffer, int j) {
+  return *reinterpret_cast<cute::uint128_t*>(buffer + swizzled(lane_here() % 16, j));
+}
+__device__ __forceinline__ void load_8_columns(uint8_t* buffer, int j, float (&d)[4]) {
+  uint32_t packed[2];
+  cute::SM75_U32x2_LDSM_N::copy(fragment_of_8(buffer, j), packed[0], packed[1]);
+  unpack_bf16(packed[0], d[0], d[1]);
+  unpack_bf16(packed[1], d[2], d[3]);
+}
+__device__ __forceinline__ void store_8_columns(const float* d, uint8_t* buffer, int j) {
+  cute::SM90_U32x2_STSM_N::copy(pack_bf16(d[0], d[1]), pack_bf16(d[2], d[3]),
+                                fragment_of_8(buffer, j));
 }
 
 // Gates cross from warpgroup 0, which multiplies the gate tiles, to warpgroup 1, which multiplies
@@ -200,20 +202,6 @@ struct GateExchange {
   }
 };
 
-// fill_64_columns in fp16, with values of the rows lane / 4 and 8 below times `scale`.
-__device__ __forceinline__ void fill_64_columns_f16(const float* d, const float (&scale)[2],
-                                                    uint8_t* buffer) {
-  const auto pack = [&](int i) {
-    const __half2 pair = __floats2half2_rn(d[i] * scale[i / 2 % 2], d[i + 1] * scale[i / 2 % 2]);
-    return reinterpret_cast<const uint32_t&>(pair);
-  };
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    cute::SM90_U32x4_STSM_N::copy(pack(8 * j), pack(8 * j + 2), pack(8 * j + 4), pack(8 * j + 6),
-                                  *reinterpret_cast<cute::uint128_t*>(fragment(buffer, j)));
-  }
-}
-
 // Fills the buffer with 32 columns, values d[0..16), of the warp's 16 rows as f32.
 __device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buffer) {
   const int lane = lane_here();
@@ -233,14 +221,19 @@ __device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buf
 // accumulators.)
 __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowAddress& to,
                                                int offset, bool inside, bool add) {
-  for_rows(buffer, [&](int i, const uint4& bytes) {
+  __syncwarp();
+  const int lane = lane_here();
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const float4 here =
+        *reinterpret_cast<const float4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
     float4* at = reinterpret_cast<float4*>(to.first + offset + i * to.step);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (inside && add) sum = *at;
-    sum.x += __uint_as_float(bytes.x), sum.y += __uint_as_float(bytes.y);
-    sum.z += __uint_as_float(bytes.z), sum.w += __uint_as_float(bytes.w);
+    sum.x += here.x, sum.y += here.y, sum.z += here.z, sum.w += here.w;
     if (inside) *at = sum;
-  });
+  }
+  __syncwarp();
 }
 
 // ---- blocks by TMA --------------------------------------------------------------------------

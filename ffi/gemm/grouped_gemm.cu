@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Work& before = shared.tiles.here(tile_ring);
       multiply<Majors<kProduct>::kA, Majors<kProduct>::kB>(
           shared.stages, ring, warpgroup_here(), kTileM,
-          columns_of_tile(geometry.out_columns, before.place.n), before.k_blocks, acc, [] {
+          columns_of_tile(geometry.out_columns, before.place.n), before.k_blocks * kBlockK, acc,
+          [] {
             if (kProduct == Product::kGateUp && warpgroup_here() == 1) GateExchange::release();
           });
       const Work& work = shared.tiles.here(tile_ring);

@@ -1,8 +1,7 @@
-// Eight 16-bit values as four words.
+// Pairs of bf16 values as words.
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -13,23 +12,15 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+__device__ __forceinline__ void unpack_bf16(uint32_t pair, float& low, float& high) {
+  low = __uint_as_float(pair << 16);
+  high = __uint_as_float(pair & 0xffff0000u);
+}
+
 __device__ __forceinline__ void unpack_bf16x8(const uint4& packed, float (&values)[8]) {
   const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    values[2 * i] = __uint_as_float(words[i] << 16);
-    values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-  }
-}
-
-__device__ __forceinline__ void unpack_f16x8(const uint4& packed, float (&values)[8]) {
-  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
-  }
+  for (int i = 0; i < 4; ++i) unpack_bf16(words[i], values[2 * i], values[2 * i + 1]);
 }
 
 __device__ __forceinline__ uint4 pack_bf16x8(const float (&values)[8]) {

@@ -31,6 +31,7 @@ std::string encode_maps(const BackwardCall& call, const Launch& launch, Backward
         encode_k_major(&maps.down_rows, call.w_down, experts, i, h, kTileN),
         encode_k_major(&maps.gate_blocks, gate, 1, capacity, i, kBlockRows),
         encode_k_major(&maps.up_blocks, up, 1, capacity, i, kBlockRows),
+        encode_k_major(&maps.act_blocks, act, 1, capacity, i, kBlockRows),
         encode_k_major(&maps.gate_pool_rows, gate, 1, capacity, i, kTileM),
         encode_k_major(&maps.up_pool_rows, up, 1, capacity, i, kTileM),
         encode_k_major(&maps.gate_rows, call.w_gate, experts, h, i, kTileN),
@@ -75,9 +76,6 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
                     launch.progress(kArrivedX)};
   args.source[1] = {launch.board->dy, launch.at<char>(layout.common.dy_pool),
                     launch.progress(kArrivedDy)};
-  args.gate_pool = launch.at<__nv_bfloat16>(layout.common.gate_pool);
-  args.up_pool = launch.at<__nv_bfloat16>(layout.common.up_pool);
-  args.act_pool = launch.at<__nv_bfloat16>(layout.common.act_pool);
   args.combine = launch.combine_of(call.dx, call.dx_is_f32);
   args.board_offset = layout.common.flags;
   args.row_weight = launch.at<const float>(layout.row_weight);

@@ -217,8 +217,8 @@ struct Experts {
                                                        RingState<kStages>& ring, float* acc,
                                                        const Taken& taken = {}) const {
     const Work& work = shared.tiles.here(tile_ring);
-    multiply<Major::K, Major::MN>(shared.stages, ring, warpgroup, work.rows, work.columns,
-                                  depth / kBlockK, acc, taken);
+    multiply<Major::K, Major::MN>(shared.stages, ring, warpgroup, work.rows, work.columns, depth,
+                                  acc, taken);
     return shared.tiles.here(tile_ring);
   }
 
@@ -256,14 +256,11 @@ struct Experts {
         const int b = m * (kTileN / 64) + c;
         uint8_t* block = GateExchange::block(shared.buffers, b);
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-          float gate[2][8];
-          load_16_columns(block, j, gate[0]);
-          load_16_columns(block, j + 1, gate[1]);
-          swiglu(gate[0], acc + 32 * b + 8 * j, weight);
-          swiglu(gate[1], acc + 32 * b + 8 * j + 8, weight);
-          store_16_columns(gate[0], fragment(block, j));
-          store_16_columns(gate[1], fragment(block, j + 1));
+        for (int j = 0; j < 4; ++j) {
+          float gate[8];
+          load_16_columns(block, j, gate);
+          swiglu(gate, acc + 32 * b + 8 * j, weight);
+          store_16_columns(gate, fragment(block, j));
         }
         store_block(maps.act_blocks, block, work.place.n * kTileN + 64 * c,
                     work.place.m * kTileM + first_of_block(m),

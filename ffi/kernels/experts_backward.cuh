@@ -13,14 +13,13 @@
 //   combine      meanwhile: the sum of a token's input gradients, once all ranks have pushed theirs
 //
 // All tiles of one product are claimed before those of the next. Rows beyond an expert's last are
-// zero up to the next multiple of 64 in every pool, because the weight gradient contracts over
+// zero up to the next multiple of 16 in every pool, because the weight gradient contracts over
 // them.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 
 #include <climits>
-#include <type_traits>
 
 #include "ffi/gemm/core.h"
 #include "ffi/gemm/epilogue.h"
@@ -38,8 +37,9 @@ namespace megamoe {
 
 // Named by operand and by the way it is read: rows (K-major) or columns (MN-major).
 struct BackwardMaps {
-  CUtensorMap x_rows, gate_columns, up_columns, gate_blocks, up_blocks;        // recompute
+  CUtensorMap x_rows, gate_columns, up_columns;                                // recompute
   CUtensorMap dy_rows, down_rows;                                              // hidden grad
+  CUtensorMap gate_blocks, up_blocks, act_blocks;                              // both
   CUtensorMap gate_pool_rows, up_pool_rows;                                    // input grad
   CUtensorMap gate_rows, up_rows;                                              // input grad
   CUtensorMap x_columns, act_columns, dgate_columns, dup_columns, dy_columns;  // weight grad
@@ -55,10 +55,7 @@ struct BackwardArgs {
   int32_t* own_claim;
   int32_t* hidden_grad_parts;
   int32_t* pushed_parts;
-  PullSource source[2];      // x, dy
-  __nv_bfloat16* gate_pool;  // [capacity rows, I] each
-  __nv_bfloat16* up_pool;
-  __nv_bfloat16* act_pool;
+  PullSource source[2];  // x, dy
   const float* row_weight;
   const uint64_t* row_target;
   int32_t* gate_up_done;
@@ -113,6 +110,8 @@ struct Backward {
     WarpBuffers buffers;
     RowFacts facts;
     PullBuffers pull;
+    TransactionBarrier
+        fetched[kConsumerWarps];  // gates and ups of a hidden grad tile, into buffers
     TileRing<Work> tiles;
     // In rows and tiles from the first of the round.
     int32_t tile_start[kMaxLocalExperts + 1];
@@ -373,18 +372,17 @@ struct Backward {
   // Multiplies a tile of rows; returns its work, read again.
   template <Major kA, Major kB>
   __device__ __forceinline__ const Work& multiply_tile(RingState<kTileSlots>& tile_ring,
-                                                       RingState<kStages>& ring, int k_blocks,
+                                                       RingState<kStages>& ring, int depth,
                                                        float* acc) {
     const Work& work = shared.tiles.here(tile_ring);
-    multiply<kA, kB>(shared.stages, ring, warpgroup_here(), work.rows, work.columns, k_blocks, acc);
+    multiply<kA, kB>(shared.stages, ring, warpgroup_here(), work.rows, work.columns, depth, acc);
     return shared.tiles.here(tile_ring);
   }
 
   __device__ __forceinline__ void recompute_tile(RingState<kTileSlots>& tile_ring,
                                                  RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    const Work& work =
-        multiply_tile<Major::K, Major::MN>(tile_ring, ring, args.hidden / kBlockK, acc);
+    const Work& work = multiply_tile<Major::K, Major::MN>(tile_ring, ring, args.hidden, acc);
     const bool up = work.matrix != 0;
     // With a limit, values beyond it are stored as infinities and others not beyond the largest
     // bf16 value up to it, so that rounding does not change which gradients pass. A NaN stays.
@@ -413,140 +411,133 @@ struct Backward {
     announce(&args.gate_up_done[work.m]);
   }
 
-  // Backward of A' = w a with a = silu(g) u, for 8 columns of a row: turns g and u into their
-  // gradients and `d`, fp16 values of the gradient of A' over `unit`, into A'; returns the columns'
-  // part of the routing weight's gradient over the unit, <d, a>.
+  // Backward of A' = w a with a = silu(g) u, for one value: turns g, u and d, the gradient of A'
+  // over w, into their gradients and A'; returns its part of the routing weight's gradient, <d, a>.
   // With a limit l, g is min(g, l) and u is clamped to [-l, l]; no gradient passes a clamped value.
   template <bool kLimited>
-  __device__ __forceinline__ float swiglu_backward(uint4& gate, uint4& up, uint4& d, float weight,
-                                                   float unit) const {
-    float g[8], u[8], da[8], dot = 0.0f;
-    unpack_bf16x8(gate, g);
-    unpack_bf16x8(up, u);
-    unpack_f16x8(d, da);
-    const float to_gradient = weight * unit;
+  __device__ __forceinline__ float swiglu_backward(float& g, float& u, float& d,
+                                                   float weight) const {
     const float limit = args.swiglu_limit;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      // Comparisons that a NaN fails, so that it passes through.
-      const bool pass_g = !kLimited || !(g[i] > limit);
-      const bool pass_u = !kLimited || !(fabsf(u[i]) > limit);
-      const float g_in = pass_g ? g[i] : limit, u_in = pass_u ? u[i] : copysignf(limit, u[i]);
-      const float s = sigmoid(g_in), silu = g_in * s, a = silu * u_in;
-      const float gradient = to_gradient * da[i];
-      dot += da[i] * a;
-      // silu'(g) = s (1 + g (1 - s))
-      g[i] = pass_g ? gradient * u_in * (s + s * (g_in - silu)) : 0.0f;
-      u[i] = pass_u ? gradient * silu : 0.0f;
-      da[i] = weight * a;
-    }
-    gate = pack_bf16x8(g);
-    up = pack_bf16x8(u);
-    d = pack_bf16x8(da);
+    // Comparisons that a NaN fails, so that it passes through.
+    const bool pass_g = !kLimited || !(g > limit);
+    const bool pass_u = !kLimited || !(fabsf(u) > limit);
+    const float g_in = pass_g ? g : limit, u_in = pass_u ? u : copysignf(limit, u);
+    const float s = sigmoid(g_in), silu = g_in * s, a = silu * u_in;
+    const float gradient = weight * d, dot = d * a;
+    // silu'(g) = s (1 + g (1 - s))
+    g = pass_g ? gradient * u_in * (s + s * (g_in - silu)) : 0.0f;
+    u = pass_u ? gradient * silu : 0.0f;
+    d = weight * a;
     return dot;
   }
 
-  // The accumulators go through shared memory, so that each lane has 8 columns of a row, as global
-  // memory has them: as fp16 over a power of two for each row of the tile, which keeps 11 bits of
-  // all but tiny values. (bf16's 8 are too few for the routing weight's gradient, a sum with both
-  // signs; fp32 fits only in more steps, which took longer.) Rows of padding are zeros in the pools
-  // and stay zeros.
+  // A warp takes its part of a hidden grad tile in blocks of 16 rows and 64 columns, whose gates,
+  // ups and results pass through its three buffers: g and u, in whose place their gradients leave,
+  // and A'. A block's g and u come by TMA, those of the first while the tile is multiplied.
+  static constexpr int kHiddenGradBlocks = kAccumulators / 32;
+  static_assert(kWarpBuffers == 3 && kHiddenGradBlocks % 2 == 0);
+
+  __device__ __forceinline__ static bool is_inside(const Work& work, int b) {
+    return b / (kTileN / 64) * 64 < work.rows && b % (kTileN / 64) * 64 < work.columns;
+  }
+  __device__ __forceinline__ TransactionBarrier& gate_up_fetched() {
+    return shared.fetched[thread_here() / 32 - 4];
+  }
+
+  // Lane 0: stores the results of block b - 1, if there is one, and fetches the gates and ups of
+  // block b, if there is one.
+  __device__ __forceinline__ void exchange_blocks(const Work& work, int b) {
+    uint8_t* gate = shared.buffers.here(0);
+    uint8_t* up = shared.buffers.here(1);
+    uint8_t* act = shared.buffers.here(2);
+    const int first_column = work.n * kTileN, first_row = work.row + first_of_block(0);
+    const auto column = [&](int b) { return first_column + b % (kTileN / 64) * 64; };
+    const auto row = [&](int b) { return first_row + b / (kTileN / 64) * 64; };
+    if (b > 0) {
+      if (is_inside(work, b - 1)) {
+        using Store = cute::SM90_TMA_STORE_3D;
+        Store::copy(&maps.gate_blocks, gate, column(b - 1), row(b - 1), 0);
+        Store::copy(&maps.up_blocks, up, column(b - 1), row(b - 1), 0);
+        Store::copy(&maps.act_blocks, act, column(b - 1), row(b - 1), 0);
+      }
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();
+    }
+    if (b < kHiddenGradBlocks) {
+      TransactionBarrier& fetched = gate_up_fetched();
+      uint64_t* bar = reinterpret_cast<uint64_t*>(&fetched);
+      if (is_inside(work, b)) {
+        using Load = cute::SM90_TMA_LOAD_3D;
+        fetched.arrive_and_expect_tx(2 * kBufferBytes);
+        Load::copy(&maps.gate_blocks, bar, 0, gate, column(b), row(b), 0);
+        Load::copy(&maps.up_blocks, bar, 0, up, column(b), row(b), 0);
+      } else {
+        fetched.arrive();
+      }
+    }
+  }
+
   __device__ __forceinline__ void hidden_grad_tile(RingState<kTileSlots>& tile_ring,
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
-    shared.facts.fetch(args.row_weight + first_row() + shared.tiles.here(tile_ring).row);
-    multiply_tile<Major::K, Major::K>(tile_ring, ring, args.hidden / kBlockK, acc);
+    const Work& before = shared.tiles.here(tile_ring);
+    shared.facts.fetch(args.row_weight + first_row() + before.row);
+    if (lane_here() == 0) exchange_blocks(before, 0);
+    const Work& work = multiply_tile<Major::K, Major::K>(tile_ring, ring, args.hidden, acc);
     RowFacts::wait();
-#pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) {
-      static_assert(kTileN / 64 == kWarpBuffers);
-      const float* d = acc + m * (kTileN / 2);
-      float scale[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kTileN / 8; ++i) {
-          largest = fmaxf(largest, fmaxf(fabsf(d[4 * i + 2 * h]), fabsf(d[4 * i + 2 * h + 1])));
-        }
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        // The largest becomes 2^14 to 2^15, so that values down to 2^-28 of it keep 11 bits.
-        const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, 15u), 254u);
-        scale[h] = __uint_as_float((268 - exponent) << 23);
-      }
-      __syncwarp();
-#pragma unroll
-      for (int c = 0; c < kTileN / 64; ++c) {
-        fill_64_columns_f16(d + 32 * c, scale, shared.buffers.here(c));
-      }
-      __syncwarp();
-      hidden_grad_rows(tile_ring, m, scale);
+    if (args.swiglu_limit < INFINITY) {
+      hidden_grad_blocks<true>(work, acc);
+    } else {
+      hidden_grad_blocks<false>(work, acc);
     }
-    const Work& work = shared.tiles.here(tile_ring);
     announce(&args.hidden_grad_done[work.m], args.hidden_grad_parts);
   }
 
-  // The warp's 16 rows of a row block; this lane has those of numbers 4 i + lane / 8.
-  __device__ __forceinline__ void hidden_grad_rows(RingState<kTileSlots>& tile_ring, int m,
-                                                   const float (&scale)[2]) {
-    const Work& work = shared.tiles.here(tile_ring);
-    const int lane = lane_here(), first = first_of_block(m) + lane / 8;
-    if (m * 64 >= work.rows) return;
-    // In words of 16 bytes, of which a pool has less than 2^32.
-    const uint32_t row_words = args.intermediate / 8;
-    const uint32_t at = (work.row + first) * row_words + work.n * (kTileN / 8) + lane % 8;
-    uint4* gate_pool = reinterpret_cast<uint4*>(args.gate_pool);
-    uint4* up_pool = reinterpret_cast<uint4*>(args.up_pool);
-    uint4* act_pool = reinterpret_cast<uint4*>(args.act_pool);
-    const int chunks = work.columns / 64;
-    // Loads are two steps ahead.
-    uint4 gate[2], up[2];
-    const auto load = [&](int i, int c) {
-      const uint32_t from = at + 4 * i * row_words + 8 * c;
-      gate[i % 2] = __ldcg(gate_pool + from);
-      up[i % 2] = __ldcg(up_pool + from);
-    };
-    load(0, 0);
-    load(1, 0);
-    float unit[4], dot[4] = {};
+  // Rows of padding that are zeros in the pools stay zeros.
+  template <bool kLimited>
+  __device__ __forceinline__ void hidden_grad_blocks(const Work& work, float* acc) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float scaled = __shfl_sync(~0u, scale[i / 2], 16 * (i % 2) + lane / 8 * 4);
-      unit[i] = __uint_as_float((254u << 23) - __float_as_uint(scaled));  // 1 / scaled
-    }
-    const auto all_columns = [&](auto limited) {
-#pragma unroll 1
-      for (int c = 0; c < chunks; ++c) {
-        const uint8_t* buffer = shared.buffers.here(c);
+    for (int m = 0; m < kRowBlocks; ++m) {
+      if (m * 64 >= work.rows) break;
+      const int row = first_of_block(m) + lane_here() / 4;  // and 8 further
+      float weight[2], dot[2] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t here = at + 4 * i * row_words + 8 * c;
-          uint4 g = gate[i % 2], u = up[i % 2];
-          if (i < 2 || c + 1 < chunks) load((i + 2) % 4, c + (i + 2) / 4);
-          uint4 d = *reinterpret_cast<const uint4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
-          const float weight =
-              first + 4 * i < work.rows ? shared.facts.here<float>(m)[4 * i + lane / 8] : 0.0f;
-          dot[i] += swiglu_backward<limited.value>(g, u, d, weight, unit[i]);
-          gate_pool[here] = g;
-          up_pool[here] = u;
-          act_pool[here] = d;
-        }
+      for (int h = 0; h < 2; ++h) {
+        weight[h] =
+            row + 8 * h < work.rows ? shared.facts.here<float>(m)[lane_here() / 4 + 8 * h] : 0.0f;
       }
-    };
-    if (args.swiglu_limit < INFINITY) {
-      all_columns(std::true_type());
-    } else {
-      all_columns(std::false_type());
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+      for (int c = 0; c < kTileN / 64; ++c) {
+        const int b = m * (kTileN / 64) + c;
+        gate_up_fetched().wait(b % 2);
+        if (64 * c < work.columns) {
 #pragma unroll
-      for (int step = 1; step < 8; step *= 2) dot[i] += __shfl_xor_sync(~0u, dot[i], step);
-      const int row = first + 4 * i;
-      if (row < work.rows && lane % 8 == 0) {
-        args.partial_dots[int64_t{work.row + row} * intermediate_columns() + work.n] =
-            dot[i] * unit[i];
+          for (int j = 0; j < 8; ++j) {
+            float* d = acc + 32 * b + 4 * j;
+            float g[4], u[4];
+            load_8_columns(shared.buffers.here(0), j, g);
+            load_8_columns(shared.buffers.here(1), j, u);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              dot[i / 2] += swiglu_backward<kLimited>(g[i], u[i], d[i], weight[i / 2]);
+            }
+            store_8_columns(g, shared.buffers.here(0), j);
+            store_8_columns(u, shared.buffers.here(1), j);
+            store_8_columns(d, shared.buffers.here(2), j);
+          }
+          cutlass::arch::fence_view_async_shared();
+        }
+        __syncwarp();
+        if (lane_here() == 0) exchange_blocks(work, b + 1);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 1);
+        dot[h] += __shfl_xor_sync(~0u, dot[h], 2);
+        if (row + 8 * h < work.rows && lane_here() % 4 == 0) {
+          args.partial_dots[int64_t{work.row + row + 8 * h} * intermediate_columns() + work.n] =
+              dot[h];
+        }
       }
     }
   }
@@ -556,7 +547,7 @@ struct Backward {
     float acc[kAccumulators] = {};
     shared.facts.fetch(args.row_target + first_row() + shared.tiles.here(tile_ring).row);
     const Work& work =
-        multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate / kBlockK, acc);
+        multiply_tile<Major::K, Major::K>(tile_ring, ring, 2 * args.intermediate, acc);
     RowFacts::wait();
     push_tile(acc, shared.buffers, shared.facts, work.rows, work.n * kTileN, work.columns);
   }
@@ -566,7 +557,7 @@ struct Backward {
     float acc[kAccumulators] = {};
     const Work& before = shared.tiles.here(tile_ring);
     multiply<Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(), kTileM, before.columns,
-                                   before.k_blocks, acc);
+                                   before.rows, acc);
     const Work& work = shared.tiles.here(tile_ring);
     const bool down = work.matrix == 2;
     const int rows = down ? args.intermediate : args.hidden;
@@ -651,6 +642,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.stages.init();
     shared.ending = 0;
     shared.pull.init();
+    for (TransactionBarrier& barrier : shared.fetched) barrier.init(1);
     shared.tiles.init();
     cutlass::arch::fence_barrier_init();
   }
@@ -670,14 +662,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Zeros behind each expert's rows of the round, up to the next multiple of the contraction's block.
+// Zeros behind each expert's rows of the round, up to what the weight gradients contract over.
 __global__ void zero_padding_kernel(BackwardArgs args) {
   const int first = args.round * args.shape.capacity_rows;
   const int words = args.hidden / 8;  // of 16 bytes
   for (int e = blockIdx.x; e < args.shape.local_experts; e += gridDim.x) {
     const int end = args.plan.expert_start[e] + args.plan.expert_rows[e] - first;
     if (args.plan.expert_rows[e] == 0 || end <= 0 || end >= args.shape.capacity_rows) continue;
-    const int rows = static_cast<int>(align_up(end, kBlockK)) - end;
+    const int rows = static_cast<int>(align_up(end, kInstructionK)) - end;
     for (const PullSource& source : args.source) {
       uint4* pool = reinterpret_cast<uint4*>(source.pool) + int64_t{end} * words;
       for (int i = threadIdx.x; i < rows * words; i += blockDim.x) pool[i] = make_uint4(0, 0, 0, 0);
