@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import pathlib
 import subprocess
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except OSError as error:
                 sys.exit(f"{_PROGRAM}: out is {options.out}: {error}")
         started = time.perf_counter()
-        for record in _measure(options, report.environment(options.commit)):
+        environment = report.environment(options.commit) | dict(turn_ms=options.turn_ms)
+        for record in _measure(options, environment):
             elapsed = time.perf_counter() - started
             print(f"[{elapsed:5.0f} s] {record['shape']} {report.line(record)}", flush=True)
             records.append(record)
@@ -104,7 +106,8 @@ def _core_records(options, environment, name):
     shape = layer.SHAPES[name]
     rows = options.tokens * shape.top_k
     groups = min(64, shape.experts)
-    for timed in core.run(shape, rows=rows, groups=groups, rounds=options.rounds):
+    how = dict(rounds=options.rounds, turn_ms=options.turn_ms)
+    for timed in core.run(shape, rows=rows, groups=groups, **how):
         yield {
             "shape": name,
             "pass": "matrix_core",
@@ -150,28 +153,28 @@ def _layer_records(options, environment, name, gpus):
             notes[key] = layer.describe(key[0])
             memory[key] = layer.peak_bytes(compiled[key], shape, tokens, gpus, config)
         dense = _dense_program(mesh, shape, tokens, pass_) if compiled else {}
-        for routing in options.routings:
-            programs = {
-                key: functools.partial(run, *arguments, *routings[routing])
-                for key, run in compiled.items()
+        for routing, key in itertools.product(options.routings, configs):
+            seconds, error = {}, failures[key]
+            if key in compiled:
+                run = functools.partial(compiled[key], *arguments, *routings[routing])
+                seconds, failed = timing.measure(
+                    {"layer": run} | dense, options.rounds, options.turn_ms
+                )
+                error = failed.get("layer")
+            yield {
+                "shape": name,
+                "pass": pass_,
+                "precision": key[1],
+                "implementation": key[0],
+                "routing": routing,
+                "gpus": gpus,
+                "tokens_per_gpu": tokens,
+                **report.timed(seconds.get("layer"), seconds.get("dense")),
+                "peak_bytes": memory.get(key),
+                **environment,
+                "note": notes.get(key, ""),
+                **({"error": error} if error else {}),
             }
-            seconds, failed = timing.measure(programs | dense, options.rounds)
-            for key in configs:
-                error = failed.get(key) or failures[key]
-                yield {
-                    "shape": name,
-                    "pass": pass_,
-                    "precision": key[1],
-                    "implementation": key[0],
-                    "routing": routing,
-                    "gpus": gpus,
-                    "tokens_per_gpu": tokens,
-                    **report.timed(seconds.get(key), seconds.get("dense")),
-                    "peak_bytes": memory.get(key),
-                    **environment,
-                    "note": notes.get(key, ""),
-                    **({"error": error} if error else {}),
-                }
 
 
 def _peer_records(options, environment, name, gpus):
@@ -181,7 +184,7 @@ def _peer_records(options, environment, name, gpus):
         command = [sys.executable, "-m", "jax_megamoe._bench.torch_layer", f"--gpus={gpus}"]
         command += [f"--shape={','.join(map(str, shape))}", f"--tokens={options.tokens}"]
         command += [f"--passes={','.join(options.passes)}", f"--routing={routing}"]
-        command += [f"--rounds={options.rounds}"]
+        command += [f"--rounds={options.rounds}", f"--turn-ms={options.turn_ms}"]
         results, error = {}, None
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S)
@@ -266,6 +269,7 @@ def _parse(arguments):
     )
     add("--tokens", type=int, help="per device (default: 16384)")
     add("--rounds", type=int, help="of which the median counts (default: 7)")
+    add("--turn-ms", type=int, help=f"of a program in a round (default: {timing.TURN_MS})")
     add("--core", action="store_true", help="also the products of the CUDA matrix core alone")
     add("--tiny", action="store_true", help="a smoke test: the shape tiny with 64 tokens")
     add("--out", type=pathlib.Path, help="JSON file to which the records are appended")
@@ -275,7 +279,11 @@ def _parse(arguments):
     options = parser.parse_args(arguments)
     if options.tiny:
         options.shapes = ("tiny",)
-    for name, default in (("tokens", 64 if options.tiny else 16384), ("rounds", 7)):
+    for name, default in (
+        ("tokens", 64 if options.tiny else 16384),
+        ("rounds", 7),
+        ("turn_ms", timing.TURN_MS),
+    ):
         if getattr(options, name) is None:
             setattr(options, name, default)
         if getattr(options, name) < 1:

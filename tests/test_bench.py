@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jax_megamoe._bench.core import PRODUCTS
 _KEYS = {
     *("shape", "pass", "precision", "implementation", "routing", "gpus", "tokens_per_gpu"),
     *("ms", "dense_ms", "ratio", "peak_bytes"),
-    *("device", "driver", "jax", "commit", "date", "note"),
+    *("device", "driver", "jax", "commit", "date", "note", "turn_ms"),
 }
 
 
@@ -179,6 +180,18 @@ def test_a_program_that_fails_is_reported_and_the_others_are_timed():
     seconds, failures = timing.measure(programs, rounds=1)
     assert failures == {"bad": "RESOURCE_EXHAUSTED: no memory"}
     assert list(seconds) == ["good"] and 0 < seconds["good"] < 1
+
+
+def test_a_turn_takes_about_as_long_as_asked_for():
+    calls = []
+
+    def run():
+        calls.append(1)
+        time.sleep(0.01)
+        return np.zeros(1)
+
+    timing.measure({"run": run}, rounds=2, turn_ms=100)
+    assert 2 + 2 * 5 <= len(calls) <= 2 + 2 * 10  # two to warm up
 
 
 def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_path):

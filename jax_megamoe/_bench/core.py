@@ -48,14 +48,14 @@ class Timing(NamedTuple):
     error: str | None
 
 
-def run(shape: Shape, *, rows: int, groups: int, rounds: int) -> Iterator[Timing]:
+def run(shape: Shape, *, rows: int, groups: int, rounds: int, turn_ms: int) -> Iterator[Timing]:
     """Times every product.
 
     Args:
       shape: hidden and intermediate size.
       rows: in all groups; their sizes are multinomial.
       groups: number of experts.
-      rounds: see `timing.measure`.
+      rounds, turn_ms: see `timing.measure`.
     """
     why_not = _why_not()
     data = None if why_not else _make_data(shape, rows, groups)
@@ -66,7 +66,7 @@ def run(shape: Shape, *, rows: int, groups: int, rounds: int) -> Iterator[Timing
                 "core": _program(data, shape, name),
                 "dense": _dense(shape, rows, groups, name),
             }
-            seconds, failures = timing.measure(programs, rounds)
+            seconds, failures = timing.measure(programs, rounds, turn_ms)
         yield Timing(
             name, seconds.get("core"), seconds.get("dense"), why_not or failures.get("core")
         )

@@ -1,4 +1,8 @@
-"""Times programs against each other, interleaved, so that all see the same clocks and heat."""
+"""Times programs against each other, interleaved, so that all see the same clocks and heat.
+
+Two at a time: a GPU at its power limit runs faster for a while after a program that needs less
+power, so of three the one whose turn follows that program's would seem faster than it is.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from typing import Any
 
 import jax
 
-# Back-to-back calls fill this much time in a round, so that the launch of the first, which nothing
+# Back-to-back calls fill this much time in a turn, so that the launch of the first, which nothing
 # hides, is a small part.
-ROUND_S = 0.05
+TURN_MS = 50
 # A call that takes longer is timed in a few rounds only.
 _SLOW_S = 0.2
 _SLOW_ROUNDS = 3
@@ -22,7 +26,7 @@ ERRORS = (ValueError, TypeError, RuntimeError)
 
 
 def measure(
-    programs: dict[str, Callable[[], Any]], rounds: int
+    programs: dict[str, Callable[[], Any]], rounds: int, turn_ms: int = TURN_MS
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns the median seconds of a call of each program, and why the others failed.
 
@@ -32,6 +36,7 @@ def measure(
     Args:
       programs: what to call; each returns its results without waiting for them.
       rounds: how many times each program gets its turn.
+      turn_ms: about how many milliseconds a turn takes.
     """
     running, calls, seconds, failures = dict(programs), {}, {}, {}
 
@@ -45,7 +50,7 @@ def measure(
     for name in programs:
         once = attempt(name, _warm_up)
         if once is not None:
-            calls[name] = max(1, math.ceil(ROUND_S / once))
+            calls[name] = max(1, math.ceil(turn_ms / 1e3 / once))
             seconds[name] = []
     for turn in range(rounds):
         for name in list(running):

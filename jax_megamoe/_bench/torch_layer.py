@@ -21,7 +21,6 @@ import torch.nn.functional as F
 # Columns of the dense product, in units of I; see _bench/layer.py.
 _DENSE_COLUMNS = {"forward": 3, "backward": 8, "layer": 11}
 _SKEW_EXPONENT = 0.6
-_ROUND_S = 0.05
 _ALIGN = 8  # rows of a group: 16 bytes of bf16, which the weight gradient wants
 
 
@@ -129,9 +128,9 @@ def make_dense(name, shape, tokens, device):
     return lambda: a @ b
 
 
-def measure(programs, rounds, device):
+def measure(programs, rounds, turn_ms, device):
     """The median seconds of a call of each program, the slowest rank's, in turns."""
-    calls = {name: max(1, math.ceil(_ROUND_S / seconds(run, 1, device, warm=True)))
+    calls = {name: max(1, math.ceil(turn_ms / 1e3 / seconds(run, 1, device, warm=True)))
              for name, run in programs.items()}  # fmt: skip
     times = {name: [] for name in programs}
     for _ in range(rounds):
@@ -178,7 +177,7 @@ def worker(rank, options, port, results):
         wait(device)
         peak = torch.cuda.max_memory_allocated() if cuda else None
         dense = make_dense(name, options.shape, options.tokens, device)
-        times = measure({"layer": run, "dense": dense}, options.rounds, device)
+        times = measure({"layer": run, "dense": dense}, options.rounds, options.turn_ms, device)
         if rank == 0:
             results[name] = dict(
                 seconds=times["layer"], dense_seconds=times["dense"], peak_bytes=peak
@@ -194,6 +193,7 @@ def main():
     parser.add_argument("--passes", type=lambda t: t.split(","), default=list(_DENSE_COLUMNS))
     parser.add_argument("--routing", choices=("random", "skewed"), default="random")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turn-ms", type=int, default=50)
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
