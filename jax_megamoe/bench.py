@@ -180,6 +180,8 @@ def _layer_records(options, environment, name, gpus):
 def _peer_records(options, environment, name, gpus):
     """Of the layer in PyTorch, which runs in processes of its own."""
     shape = layer.SHAPES[name]
+    turns = 2 * options.rounds * len(options.passes)
+    timeout = _PEER_TIMEOUT_S + turns * options.turn_ms / 1e3
     for routing in options.routings:
         command = [sys.executable, "-m", "jax_megamoe._bench.torch_layer", f"--gpus={gpus}"]
         command += [f"--shape={','.join(map(str, shape))}", f"--tokens={options.tokens}"]
@@ -187,7 +189,7 @@ def _peer_records(options, environment, name, gpus):
         command += [f"--rounds={options.rounds}", f"--turn-ms={options.turn_ms}"]
         results, error = {}, None
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_TIMEOUT_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
             if done.returncode:
                 error = (done.stderr.strip().splitlines() or ["no output"])[-1][:400]
             else:
@@ -269,7 +271,8 @@ def _parse(arguments):
     )
     add("--tokens", type=int, help="per device (default: 16384)")
     add("--rounds", type=int, help="of which the median counts (default: 7)")
-    add("--turn-ms", type=int, help=f"of a program in a round (default: {timing.TURN_MS})")
+    turn = f"milliseconds that a program's turn in a round takes (default: {timing.TURN_MS})"
+    add("--turn-ms", type=int, help=turn)
     add("--core", action="store_true", help="also the products of the CUDA matrix core alone")
     add("--tiny", action="store_true", help="a smoke test: the shape tiny with 64 tokens")
     add("--out", type=pathlib.Path, help="JSON file to which the records are appended")
@@ -288,6 +291,8 @@ def _parse(arguments):
             setattr(options, name, default)
         if getattr(options, name) < 1:
             parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
+    if options.turn_ms > timing.MAX_TURN_MS:
+        parser.error(f"turn_ms is {options.turn_ms}; it must be at most {timing.MAX_TURN_MS}")
     if options.read:
         return options
     if not options.passes and not options.core:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+import types
 
 import jax
 import numpy as np
@@ -136,7 +136,7 @@ def test_the_layer_in_pytorch_is_measured_or_its_absence_recorded(tmp_path):
 def test_a_picture_is_of_one_kind_of_device(tiny, tmp_path):
     plot = pytest.importorskip("jax_megamoe._bench.plot")
     records = _records(tiny)
-    with pytest.raises(ValueError, match="cpu with 64, other with 64"):
+    with pytest.raises(ValueError, match="cpu with 64 in 50 ms, other with 64 in 50 ms"):
         plot.draw([*records, dict(records[0], device="other")], tmp_path / "no.png")
     with pytest.raises(ValueError, match="are of none"):
         plot.draw([], tmp_path / "no.png")
@@ -182,16 +182,44 @@ def test_a_program_that_fails_is_reported_and_the_others_are_timed():
     assert list(seconds) == ["good"] and 0 < seconds["good"] < 1
 
 
-def test_a_turn_takes_about_as_long_as_asked_for():
-    calls = []
+@pytest.mark.parametrize(("call_s", "rounds"), [(0.03, 7), (0.3, 3)])
+def test_a_turn_takes_as_long_as_asked_for(monkeypatch, call_s, rounds):
+    """Where a call takes more than 0.2 s, no program has more than three turns."""
+    now, calls = [0.0], {"slow": 0, "quick": 0}
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def run():
-        calls.append(1)
-        time.sleep(0.01)
+    def run(name, seconds):
+        calls[name] += 1
+        now[0] += seconds
         return np.zeros(1)
 
-    timing.measure({"run": run}, rounds=2, turn_ms=100)
-    assert 2 + 2 * 5 <= len(calls) <= 2 + 2 * 10  # two to warm up
+    programs = {"slow": lambda: run("slow", call_s), "quick": lambda: run("quick", 0.01)}
+    seconds, _ = timing.measure(programs, rounds=7, turn_ms=95)
+    assert seconds == pytest.approx({"slow": call_s, "quick": 0.01})
+    # Two calls to warm up.
+    assert calls == {"slow": 2 + rounds * -(-95 // round(call_s * 1e3)), "quick": 2 + rounds * 10}
+
+
+def test_records_of_other_turns_are_others(tiny, tmp_path, capsys):
+    old = next(r for r in _records(tiny) if r["ms"] is not None)
+    del old["turn_ms"]  # as in records that do not say: turns of 50 ms
+    long = dict(old, ms=444.0, turn_ms=400, date="2999-01-01")
+    assert report.newest([old, long]) == [old, long]
+    assert report.newest([old, dict(long, turn_ms=50)]) == [dict(long, turn_ms=50)]
+    out = tmp_path / "both.json"
+    report.write(out, [old, long])
+    assert bench.main(["--read", str(out)]) == 0
+    assert capsys.readouterr().out.count("turns of 400 ms") == 1
+    if importlib.util.find_spec("matplotlib"):
+        with pytest.raises(SystemExit, match="one length of turns; .* in 50 ms, .* in 400 ms"):
+            bench.main(["--read", str(out), "--plot", str(tmp_path / "both.png")])
+
+
+@pytest.mark.parametrize("turn_ms", ["0", "-1", "60001", "1" + 400 * "0"])
+def test_turns_out_of_bounds_are_refused(turn_ms, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--tiny", f"--turn-ms={turn_ms}"])
+    assert "; it must be at " in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_path):

@@ -149,19 +149,21 @@ def test_no_bit_depends_on_ranks_or_what_memory_held(ranks, routing):
             check(got, inputs)
 
 
+@pytest.mark.parametrize("capacity_rows", [256, 8192])
+@pytest.mark.parametrize("config", [{}, {"swiglu_limit": 1.0}], ids=str)
 @pytest.mark.parametrize("intermediate", [64, 320, 448])
-def test_every_number_of_rows_whatever_lies_behind_them(intermediate):
+def test_every_number_of_rows_whatever_lies_behind_them(intermediate, config, capacity_rows):
     """Weight gradients contract over whole sixteens of rows, other products are in 64s."""
     counts = [0, 1, 15, 16, 17, 31, 48, 63, 64, 65, 79, 127, 128, 129, 145, 192]
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(16), counts))[:, None]
     shape = Shape(len(ids), top_k=1, experts=16, hidden=128, intermediate=intermediate)
     inputs = make_inputs(shape, **BF16)._replace(expert_ids=jnp.asarray(ids, jnp.int32))
-    key, _ = ranks_on_one_gpu(shape, 1, capacity_rows=8192)
+    key, _ = ranks_on_one_gpu(shape, 1, capacity_rows)
     _runtime.load().fill_cuda_workspace(key, 0xFF)
-    check(backward_ranks(shape, 1, key, 8192)(inputs), inputs)
+    check(backward_ranks(shape, 1, key, capacity_rows, **config)(inputs), inputs, **config)
 
 
-def backward_ranks(shape, ranks, key, capacity_rows):
+def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf):
     tokens, local = shape.tokens // ranks, shape.experts // ranks
     place = jnp.stack([jnp.zeros(ranks, jnp.int32), jnp.arange(ranks, dtype=jnp.int32)], 1)
     h, i = shape.hidden, shape.intermediate
@@ -180,7 +182,7 @@ def backward_ranks(shape, ranks, key, capacity_rows):
         out = jax.ffi.ffi_call("jax_megamoe_backward_ranks", results)(
             *split,
             place,
-            **rank_attributes(key, ranks, capacity_rows),
+            **rank_attributes(key, ranks, capacity_rows, swiglu_limit),
         )
         return tuple(a.reshape((-1,) + a.shape[2:]) for a in out)
 

@@ -50,7 +50,7 @@ def single(**config):
     return jax.jit(lambda *args: moe_mlp(*args, config=config, return_stats=True))
 
 
-def rank_attributes(key, ranks, capacity_rows):
+def rank_attributes(key, ranks, capacity_rows, swiglu_limit=np.inf):
     """The attributes of the custom calls for ranks on one GPU."""
     return dict(
         workspace=np.int64(key),
@@ -58,7 +58,7 @@ def rank_attributes(key, ranks, capacity_rows):
         capacity_rows=np.int64(capacity_rows),
         precision="bf16",
         wgrad_precision="bf16",
-        swiglu_limit=np.float32(np.inf),
+        swiglu_limit=np.float32(swiglu_limit),
         timeout_s=np.float32(30),
         reserved_sms=np.int64(0),
     )

@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowA
 }
 
 // ---- blocks by TMA --------------------------------------------------------------------------
-// Lane 0 of a warp issues its stores, a group for each block.
+// Lane 0 of a warp issues its stores; those of store_block are a group for each block.
 
 // A warp: the buffer of the block `kBehind` blocks before the next one may be filled again.
 template <int kBehind = kWarpBuffers>

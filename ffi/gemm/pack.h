@@ -1,4 +1,4 @@
-// Pairs of bf16 values as words.
+// bf16 values in words, two in each.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -39,7 +39,8 @@ namespace megamoe {
 struct BackwardMaps {
   CUtensorMap x_rows, gate_columns, up_columns;                                // recompute
   CUtensorMap dy_rows, down_rows;                                              // hidden grad
-  CUtensorMap gate_blocks, up_blocks, act_blocks;                              // both
+  CUtensorMap gate_blocks, up_blocks;                                          // both
+  CUtensorMap act_blocks;                                                      // hidden grad
   CUtensorMap gate_pool_rows, up_pool_rows;                                    // input grad
   CUtensorMap gate_rows, up_rows;                                              // input grad
   CUtensorMap x_columns, act_columns, dgate_columns, dup_columns, dy_columns;  // weight grad
@@ -110,8 +111,8 @@ struct Backward {
     WarpBuffers buffers;
     RowFacts facts;
     PullBuffers pull;
-    TransactionBarrier
-        fetched[kConsumerWarps];  // gates and ups of a hidden grad tile, into buffers
+    // Of a hidden grad tile's gates and ups, into the buffers.
+    TransactionBarrier fetched[kConsumerWarps];
     TileRing<Work> tiles;
     // In rows and tiles from the first of the round.
     int32_t tile_start[kMaxLocalExperts + 1];
@@ -435,7 +436,10 @@ struct Backward {
   // ups and results pass through its three buffers: g and u, in whose place their gradients leave,
   // and A'. A block's g and u come by TMA, those of the first while the tile is multiplied.
   static constexpr int kHiddenGradBlocks = kAccumulators / 32;
-  static_assert(kWarpBuffers == 3 && kHiddenGradBlocks % 2 == 0);
+  static_assert(kWarpBuffers == 3);
+  // A tile completes an even number of phases of the barrier, so that each begins at the same: one
+  // for each block, and of at most 64 rows those of the first row block and of the block behind it.
+  static_assert(kHiddenGradBlocks % 2 == 0 && kTileN / 64 % 2 == 1);
 
   __device__ __forceinline__ static bool is_inside(const Work& work, int b) {
     return b / (kTileN / 64) * 64 < work.rows && b % (kTileN / 64) * 64 < work.columns;
@@ -451,8 +455,8 @@ struct Backward {
     uint8_t* up = shared.buffers.here(1);
     uint8_t* act = shared.buffers.here(2);
     const int first_column = work.n * kTileN, first_row = work.row + first_of_block(0);
-    const auto column = [&](int b) { return first_column + b % (kTileN / 64) * 64; };
-    const auto row = [&](int b) { return first_row + b / (kTileN / 64) * 64; };
+    const auto column = [&](int block) { return first_column + block % (kTileN / 64) * 64; };
+    const auto row = [&](int block) { return first_row + block / (kTileN / 64) * 64; };
     if (b > 0) {
       if (is_inside(work, b - 1)) {
         using Store = cute::SM90_TMA_STORE_3D;
@@ -493,7 +497,9 @@ struct Backward {
     announce(&args.hidden_grad_done[work.m], args.hidden_grad_parts);
   }
 
-  // Rows of padding that are zeros in the pools stay zeros.
+  // Of padding, the rows up to the next multiple of 16 are zeros in all pools and stay zeros. Those
+  // behind it may hold anything, here and in the other products of rows: no row's values come from
+  // other rows, what belongs to padding is not sent, and the weight gradients stop before it.
   template <bool kLimited>
   __device__ __forceinline__ void hidden_grad_blocks(const Work& work, float* acc) {
 #pragma unroll

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.backend_bases import FigureCanvasBase
 
 from jax_megamoe._bench import core, layer
-from jax_megamoe._bench.report import Record
+from jax_megamoe._bench.report import Record, turn_ms
 
 _INK = "#222222"
 _DENSE = "#b8bcc2"
@@ -51,13 +51,15 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
       path: of the picture; its suffix is the format.
 
     Raises:
-      ValueError: there are no records, or they are of several devices or token counts.
+      ValueError: there are no records, or they are of several devices, token counts or lengths of
+        turns.
     """
-    kinds = {(record["device"], record["tokens_per_gpu"]) for record in records}
+    kinds = {(r["device"], r["tokens_per_gpu"], turn_ms(r)) for r in records}
     if len(kinds) != 1:
+        found = (f"{device} with {tokens} in {ms} ms" for device, tokens, ms in sorted(kinds))
         raise ValueError(
-            "a picture is of one kind of device and one number of tokens; the records are of "
-            + (", ".join(f"{device} with {tokens}" for device, tokens in sorted(kinds)) or "none")
+            "a picture is of one kind of device, one number of tokens and one length of turns; the "
+            "records are of " + (", ".join(found) or "none")
         )
     shapes = list(dict.fromkeys(record["shape"] for record in records))
     passes = [p for p in (*layer.PASSES, "matrix_core") if any(r["pass"] == p for r in records)]
@@ -203,7 +205,8 @@ def _caption(figure, records):
     first = records[0]
     figure.supxlabel(
         f"{first['device']}, {first['tokens_per_gpu']} tokens per device, EP = number of devices.\n"
-        "Numbers: the ratio to the dense matmul in the same turns, and the time.",
+        "Numbers: the ratio to the dense matmul in turn with it, and the time. "
+        f"Turns of {turn_ms(first)} ms.",
         fontsize=8.5,
         color=_INK,
     )

@@ -14,9 +14,12 @@ from typing import Any
 
 import jax
 
+from jax_megamoe._bench import timing
+
 Record = dict[str, Any]
 
-# What a measurement is of. A newer record with the same values replaces an older one in pictures.
+# What a measurement is of, besides how long the turns were. A newer record with the same values
+# replaces an older one in pictures.
 IDENTITY = (
     "shape",
     "pass",
@@ -83,11 +86,16 @@ def write(path: pathlib.Path, records: Sequence[Record]) -> None:
     path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
 
 
+def turn_ms(record: Record) -> int:
+    """Returns how long the turns were; older records do not say so."""
+    return record.get("turn_ms", timing.TURN_MS)
+
+
 def newest(records: Sequence[Record]) -> list[Record]:
     """Returns the record of each identity that has the newest date, of equal ones the last."""
     found: dict[tuple, Record] = {}
     for record in records:
-        identity = tuple(record.get(key) for key in IDENTITY)
+        identity = (*(record.get(key) for key in IDENTITY), turn_ms(record))
         if _date(record) >= _date(found.get(identity, {})):
             found[identity] = record
     return list(found.values())
@@ -102,10 +110,11 @@ def line(record: Record) -> str:
     if record.get("error"):
         return f"{head} {record['error']}"
     memory = record["peak_bytes"]
+    turns = "" if turn_ms(record) == timing.TURN_MS else f" turns of {turn_ms(record)} ms"
     return (
         f"{head} {_fixed(record['ms']):>9s} {_fixed(record['dense_ms']):>9s} "
         f"{_fixed(record['ratio']):>7s} {_fixed(memory and memory / 2**30, 2):>6s}  "
-        f"{record.get('note', '')}"
+        f"{record.get('note', '')}{turns}"
     ).rstrip()
 
 

@@ -17,7 +17,9 @@ import jax
 # Back-to-back calls fill this much time in a turn, so that the launch of the first, which nothing
 # hides, is a small part.
 TURN_MS = 50
-# A call that takes longer is timed in a few rounds only.
+# The longest turn that may be asked for.
+MAX_TURN_MS = 60_000
+# Programs of which a call takes longer are timed in a few rounds only, all of them.
 _SLOW_S = 0.2
 _SLOW_ROUNDS = 3
 
@@ -53,9 +55,9 @@ def measure(
             calls[name] = max(1, math.ceil(turn_ms / 1e3 / once))
             seconds[name] = []
     for turn in range(rounds):
+        if turn >= _SLOW_ROUNDS and any(seconds[name][0] > _SLOW_S for name in running):
+            break
         for name in list(running):
-            if turn >= _SLOW_ROUNDS and seconds[name][0] > _SLOW_S:
-                continue
             took = attempt(name, lambda run, n=calls[name]: _seconds_of_a_call(run, n))
             if took is not None:
                 seconds[name].append(took)
