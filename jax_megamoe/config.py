@@ -14,7 +14,7 @@ _IMPLEMENTATIONS = ("auto", "ffi", "xla")
 _WGRAD_PRECISIONS = ("bf16", "fp8")
 _MAX_CAPACITY_FACTOR = 1e9  # beyond any number of ranks, which is the most that is of use
 _MAX_TIMEOUT_S = 1e9  # the clocks count nanoseconds in 64 bits
-_MAX_SWIGLU_LIMIT = 1e38  # a float32
+_LEAST_SWIGLU_LIMIT, _MAX_SWIGLU_LIMIT = 1e-37, 1e38  # normal float32s
 _MAX_RESERVED_SMS = 2**31 - 1
 
 
@@ -34,8 +34,8 @@ class MoEConfig:
         that run beside the layer.
       timeout_s: seconds that a rank waits for a peer before it stops with an error, at most 1e9.
       swiglu_limit: clamps the gate from above and the up projection on both sides to this value,
-        at most 1e38, before SwiGLU; None for no clamp. A value beyond it passes no gradient, one
-        that equals it does, as with torch.clamp.
+        from 1e-37 to 1e38, before SwiGLU; None for no clamp. A value beyond it passes no gradient,
+        one that equals it does, as with torch.clamp.
       wgrad_precision: operand format of the weight gradients under an fp8 precision, "bf16" or
         "fp8".
 
@@ -64,7 +64,8 @@ class MoEConfig:
         _positive("capacity_factor", self.capacity_factor, _MAX_CAPACITY_FACTOR)
         _positive("timeout_s", self.timeout_s, _MAX_TIMEOUT_S)
         if self.swiglu_limit is not None:
-            _positive("swiglu_limit", self.swiglu_limit, _MAX_SWIGLU_LIMIT)
+            limit = self.swiglu_limit
+            _positive("swiglu_limit", limit, _MAX_SWIGLU_LIMIT, _LEAST_SWIGLU_LIMIT)
         sms = self.reserved_sms
         if not is_integer(sms) or not 0 <= sms <= _MAX_RESERVED_SMS:
             raise ValueError(
@@ -82,11 +83,12 @@ def _one_of(name, value, accepted):
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, accepted))}")
 
 
-def _positive(name, value, most):
+def _positive(name, value, most, least=0.0):
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if number and not isinstance(value, numbers.Integral):
         value = float(value)  # a float16 could not be compared with a large float
-    if not number or not 0 < value <= most:  # also where it is NaN
+    if not number or not 0 < value <= most or value < least:  # also where it is NaN
+        bound = f"of at least {least:g}" if least else "above 0"
         raise ValueError(
-            f"{name} is {value!r}; it must be a finite number above 0, at most {most:g}"
+            f"{name} is {value!r}; it must be a finite number {bound}, at most {most:g}"
         )

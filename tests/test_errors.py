@@ -312,6 +312,7 @@ def test_custom_calls_over_an_axis_of_vmap():
         ("capacity_factor", True),
         ("swiglu_limit", 0.0),
         ("swiglu_limit", 1e39),
+        ("swiglu_limit", 1e-60),
         ("reserved_sms", -1),
         ("reserved_sms", True),
         ("reserved_sms", 2**31),
