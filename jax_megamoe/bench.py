@@ -106,8 +106,9 @@ def _core_records(options, environment, name):
     shape = layer.SHAPES[name]
     rows = options.tokens * shape.top_k
     groups = min(64, shape.experts)
-    how = dict(rounds=options.rounds, turn_ms=options.turn_ms)
-    for timed in core.run(shape, rows=rows, groups=groups, **how):
+    for timed in core.run(
+        shape, rows=rows, groups=groups, rounds=options.rounds, turn_ms=options.turn_ms
+    ):
         yield {
             "shape": name,
             "pass": "matrix_core",
@@ -270,9 +271,13 @@ def _parse(arguments):
         "(default: 1 and all)",
     )
     add("--tokens", type=int, help="per device (default: 16384)")
-    add("--rounds", type=int, help="of which the median counts (default: 7)")
-    turn = f"milliseconds that a program's turn in a round takes (default: {timing.TURN_MS})"
-    add("--turn-ms", type=int, help=turn)
+    add("--rounds", type=int, default=7, help="of which the median counts (default: %(default)s)")
+    add(
+        "--turn-ms",
+        type=int,
+        default=timing.TURN_MS,
+        help="milliseconds that a program's turn in a round takes (default: %(default)s)",
+    )
     add("--core", action="store_true", help="also the products of the CUDA matrix core alone")
     add("--tiny", action="store_true", help="a smoke test: the shape tiny with 64 tokens")
     add("--out", type=pathlib.Path, help="JSON file to which the records are appended")
@@ -282,13 +287,9 @@ def _parse(arguments):
     options = parser.parse_args(arguments)
     if options.tiny:
         options.shapes = ("tiny",)
-    for name, default in (
-        ("tokens", 64 if options.tiny else 16384),
-        ("rounds", 7),
-        ("turn_ms", timing.TURN_MS),
-    ):
-        if getattr(options, name) is None:
-            setattr(options, name, default)
+    if options.tokens is None:
+        options.tokens = 64 if options.tiny else 16384
+    for name in ("tokens", "rounds", "turn_ms"):
         if getattr(options, name) < 1:
             parser.error(f"{name} is {getattr(options, name)}; it must be at least 1")
     if options.turn_ms > timing.MAX_TURN_MS:

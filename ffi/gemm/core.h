@@ -62,8 +62,12 @@ __device__ __forceinline__ uint32_t thread_here() {
   return thread;
 }
 
-// The consumer's number.
+// The consumer warpgroup's number, the consumer warp's, and the warp's in its warpgroup.
 __device__ __forceinline__ uint32_t warpgroup_here() { return thread_here() / kWarpgroup - 1; }
+__device__ __forceinline__ uint32_t consumer_warp_here() {
+  return thread_here() / 32 - kWarpgroup / 32;
+}
+__device__ __forceinline__ uint32_t warp_of_group_here() { return thread_here() % kWarpgroup / 32; }
 
 // Position in a ring of kSlots: one register, which matters to the consumers.
 template <int kSlots>

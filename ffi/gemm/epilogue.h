@@ -24,9 +24,12 @@ __device__ __forceinline__ int lane_here() {
 }
 
 // The first of the warp's 16 rows in row block m of its tile.
-__device__ __forceinline__ int first_of_block(int m) {
-  return m * 64 + thread_here() % kWarpgroup / 32 * 16;
-}
+__device__ __forceinline__ int first_of_block(int m) { return m * 64 + warp_of_group_here() * 16; }
+
+// The accumulators 32 b to 32 b + 31 are 64 columns of a row block: the first of them and the first
+// row of the block, in the tile.
+__device__ constexpr int column_of_accumulators(int b) { return b % (kTileN / 64) * 64; }
+__device__ constexpr int row_of_accumulators(int b) { return b / (kTileN / 64) * 64; }
 
 // Row of the warp's 16 and 16-byte chunk (0 or 1) of 16 columns that this lane addresses in
 // store_16_columns.
@@ -83,7 +86,7 @@ struct WarpBuffers {
 
   // This warp's.
   __device__ __forceinline__ uint8_t* here(int which = 0) {
-    return blocks[thread_here() / 32 - 4][which];
+    return blocks[consumer_warp_here()][which];
   }
 };
 
@@ -96,7 +99,7 @@ struct RowFacts {
   // Of this warp's 16 rows in row block m.
   template <class Fact>
   __device__ __forceinline__ const Fact* here(int m) const {
-    return reinterpret_cast<const Fact*>(bytes[thread_here() / 32 - 4][m]);
+    return reinterpret_cast<const Fact*>(bytes[consumer_warp_here()][m]);
   }
   // A warp, before it multiplies. `facts` are those of the tile's rows.
   template <class Fact>
@@ -178,7 +181,7 @@ struct GateExchange {
   static_assert(kWarpgroup / 32 * kBlocks == kConsumerWarps * kWarpBuffers);
 
   static __device__ __forceinline__ uint8_t* block(WarpBuffers& buffers, int b) {
-    return buffers.blocks[0][0] + (thread_here() % kWarpgroup / 32 * kBlocks + b) * kBufferBytes;
+    return buffers.blocks[0][0] + (warp_of_group_here() * kBlocks + b) * kBufferBytes;
   }
   // By warpgroup 1 whenever it has taken its turn: its epilogue before is over, and warpgroup 0's
   // wait before, too. (Arriving sooner, it could arrive twice for one wait.) The last turn must be

@@ -396,7 +396,7 @@ struct Backward {
     };
 #pragma unroll
     for (int b = 0; b < kAccumulators / 32; ++b) {
-      const int m = b / (kTileN / 64), column = b % (kTileN / 64) * 64;
+      const int column = column_of_accumulators(b), row = row_of_accumulators(b);
       uint8_t* buffer = shared.buffers.here(b % kWarpBuffers);
       wait_for_buffer();
 #pragma unroll
@@ -407,7 +407,7 @@ struct Backward {
         store_16_columns(value, fragment(buffer, j));
       }
       store_block(up ? maps.up_blocks : maps.gate_blocks, buffer, work.n * kTileN + column,
-                  work.row + first_of_block(m), m * 64 < work.rows && column < work.columns);
+                  work.row + row + first_of_block(0), row < work.rows && column < work.columns);
     }
     announce(&args.gate_up_done[work.m]);
   }
@@ -442,10 +442,10 @@ struct Backward {
   static_assert(kHiddenGradBlocks % 2 == 0 && kTileN / 64 % 2 == 1);
 
   __device__ __forceinline__ static bool is_inside(const Work& work, int b) {
-    return b / (kTileN / 64) * 64 < work.rows && b % (kTileN / 64) * 64 < work.columns;
+    return row_of_accumulators(b) < work.rows && column_of_accumulators(b) < work.columns;
   }
   __device__ __forceinline__ TransactionBarrier& gate_up_fetched() {
-    return shared.fetched[thread_here() / 32 - 4];
+    return shared.fetched[consumer_warp_here()];
   }
 
   // Lane 0: stores the results of block b - 1, if there is one, and fetches the gates and ups of
@@ -455,8 +455,8 @@ struct Backward {
     uint8_t* up = shared.buffers.here(1);
     uint8_t* act = shared.buffers.here(2);
     const int first_column = work.n * kTileN, first_row = work.row + first_of_block(0);
-    const auto column = [&](int block) { return first_column + block % (kTileN / 64) * 64; };
-    const auto row = [&](int block) { return first_row + block / (kTileN / 64) * 64; };
+    const auto column = [&](int block) { return first_column + column_of_accumulators(block); };
+    const auto row = [&](int block) { return first_row + row_of_accumulators(block); };
     if (b > 0) {
       if (is_inside(work, b - 1)) {
         using Store = cute::SM90_TMA_STORE_3D;
