@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jax_megamoe._bench import core, layer, report, timing
+from jax_megamoe._bench.arguments import counts, list_of
 from jax_megamoe.config import MoEConfig
 
 _PROGRAM = "python -m jax_megamoe.bench"
@@ -245,7 +246,7 @@ def _parse(arguments):
 
     def a_list(flag, choices, default, text):
         parser.add_argument(
-            flag, type=_list_of(choices), default=default, help=f"{text} (default: all)"
+            flag, type=list_of(choices), default=default, help=f"{text} (default: all)"
         )
 
     a_list("--shapes", tuple(layer.SHAPES), shapes, ", ".join(shapes) + ", or tiny")
@@ -253,20 +254,20 @@ def _parse(arguments):
     add = parser.add_argument
     add(
         "--implementations",
-        type=_list_of((*_IMPLEMENTATIONS, _PEER)),
+        type=list_of((*_IMPLEMENTATIONS, _PEER)),
         default=_IMPLEMENTATIONS,
         help=f"ffi, xla, or {_PEER}, the layer in PyTorch (default: ffi,xla)",
     )
     a_list("--routings", layer.ROUTINGS, layer.ROUTINGS, ", ".join(layer.ROUTINGS))
     add(
         "--precisions",
-        type=_list_of(_PRECISIONS),
+        type=list_of(_PRECISIONS),
         default=("bf16",),
         help=", ".join(_PRECISIONS) + " (default: bf16)",
     )
     add(
         "--gpus",
-        type=_counts,
+        type=counts,
         help="numbers of devices, the first N of this process; also the size of the expert axis "
         "(default: 1 and all)",
     )
@@ -306,31 +307,6 @@ def _parse(arguments):
             "take hours; --tiny runs there"
         )
     return options
-
-
-def _list_of(choices):
-    def parse(text):
-        values = tuple(text.split(",")) if text else ()
-        for value in values:
-            if value not in choices:
-                raise argparse.ArgumentTypeError(
-                    f"{value!r} is none of {', '.join(map(repr, choices))}"
-                )
-        return values
-
-    return parse
-
-
-def _counts(text):
-    try:
-        values = tuple(int(value) for value in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be whole numbers separated by commas"
-        ) from None
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
-    return values
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 from cases import require_ffi
 
 from jax_megamoe import MoEConfig, _bench, bench
-from jax_megamoe._bench import layer, report, timeline, timing
+from jax_megamoe._bench import layer, memory, report, timeline, timing
 from jax_megamoe._bench.core import PRODUCTS
 
 _KEYS = {
@@ -292,3 +292,36 @@ def test_timeline_gives_the_phases_between_marks():
     took, spread = timeline.durations(marks, 2)
     np.testing.assert_allclose(took, [4.9, 3.0])
     np.testing.assert_allclose(spread, [2.0, 3.0])
+
+
+def test_memory_that_cannot_be_observed_is_recorded_with_its_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    out = tmp_path / "memory.json"
+    arguments = ["--shapes=tiny", "--tokens=64", "--implementations=xla", "--gpus=1,1000"]
+    assert memory.main([*arguments, f"--out={out}"]) == 1
+    one, many = json.loads(out.read_text())
+    assert one["error"] == "the allocator of 'cpu' devices does not count"
+    assert many["error"].startswith("gpus is 1000 and this process has")
+    assert capsys.readouterr().out.splitlines()[0].endswith(one["error"])
+    assert report.of_layers([one, many]) == []  # no part of the table and the picture
+
+
+def test_a_process_that_dies_is_recorded(monkeypatch):
+    monkeypatch.setattr(memory, "_observe_or_say_why_not", os._exit)
+    assert memory._in_a_process(3)["error"] == "its process died"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["ffi", "xla"])
+def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(implementation):
+    seen = memory._in_a_process("tiny", "layer", implementation, 1, 4096)
+    shape = layer.SHAPES["tiny"]
+    weights = 2 * 3 * shape.experts * shape.hidden * shape.intermediate
+    tokens = 2 * 4096 * shape.hidden
+    config = MoEConfig(implementation=implementation)
+    workspace = layer.workspace_bytes(shape, 4096, 1, config)
+    assert workspace > 0 or implementation == "xla"
+    # x, dy, y, dx; the weights and their gradients.
+    assert 4 * tokens + 2 * weights + workspace <= seen["observed_bytes"]
+    assert seen["observed_bytes"] <= 1.1 * seen["peak_bytes"] + 2**20

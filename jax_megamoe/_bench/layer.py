@@ -168,15 +168,20 @@ def peak_bytes(compiled, shape: Shape, tokens: int, gpus: int, config: MoEConfig
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
-    if config.implementation == "ffi" and _runtime.unavailable() is None:
-        total += info.workspace_bytes(
-            _mesh.platform(),
-            tokens=tokens,
-            ranks=gpus,
-            capacity_factor=config.capacity_factor,
-            **shape._asdict(),
-        )
-    return total
+    return total + workspace_bytes(shape, tokens, gpus, config)
+
+
+def workspace_bytes(shape: Shape, tokens: int, gpus: int, config: MoEConfig) -> int:
+    """Returns the bytes that an implementation holds on a device and XLA does not know of."""
+    if config.implementation != "ffi" or _runtime.unavailable() is not None:
+        return 0
+    return info.workspace_bytes(
+        _mesh.platform(),
+        tokens=tokens,
+        ranks=gpus,
+        capacity_factor=config.capacity_factor,
+        **shape._asdict(),
+    )
 
 
 def _own_key(seed, stream):

@@ -1,0 +1,34 @@
+"""Arguments that are lists separated by commas."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+
+def list_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns the type of an argument that lists some of the choices."""
+
+    def parse(text):
+        values = tuple(text.split(",")) if text else ()
+        for value in values:
+            if value not in choices:
+                raise argparse.ArgumentTypeError(
+                    f"{value!r} is none of {', '.join(map(repr, choices))}"
+                )
+        return values
+
+    return parse
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """The type of an argument that lists numbers of devices."""
+    try:
+        values = tuple(int(value) for value in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers separated by commas"
+        ) from None
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
+    return values
