@@ -314,7 +314,11 @@ def test_a_process_that_dies_is_recorded(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
-def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(implementation):
+def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(
+    implementation, monkeypatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # of the process that it starts
+    monkeypatch.setattr(layer._mesh, "platform", lambda: "gpu")
     seen = memory._in_a_process("tiny", "layer", implementation, 1, 4096)
     shape = layer.SHAPES["tiny"]
     weights = 2 * 3 * shape.experts * shape.hidden * shape.intermediate
@@ -324,4 +328,5 @@ def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(impl
     assert workspace > 0 or implementation == "xla"
     # x, dy, y, dx; the weights and their gradients.
     assert 4 * tokens + 2 * weights + workspace <= seen["observed_bytes"]
-    assert seen["observed_bytes"] <= 1.1 * seen["peak_bytes"] + 2**20
+    # Libraries that XLA calls have workspaces of their own.
+    assert seen["observed_bytes"] <= seen["peak_bytes"] + 2**26
