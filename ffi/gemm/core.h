@@ -8,9 +8,9 @@
 //
 // SwiGLU needs a gate and an up value together. One warpgroup takes the gate tiles and the other
 // the up tiles, and the gates cross in shared memory (epilogue.h): sharing a tile of 128 gate and
-// 128 up columns between the warpgroups instead leaves the tensor cores idle in its epilogue. A tile
-// of 96 gate and 96 up columns needs no exchange, but boxes with rows of 64 bytes, with which TMA does
-// not keep up: the 30B forward pass took 10% longer on H200.
+// 128 up columns between the warpgroups instead leaves the tensor cores idle in its epilogue. A
+// tile of 96 gate and 96 up columns needs no exchange, but boxes with rows of 64 bytes, with which
+// TMA does not keep up: the 30B forward pass took 10% longer on H200.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
