@@ -19,6 +19,7 @@ import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from jax_megamoe.nnx import MoE  # noqa: E402
 
@@ -34,7 +35,7 @@ def main():
     parser.add_argument("--experts", type=size, default=16)
     parser.add_argument("--top-k", type=size, default=2)
     parser.add_argument("--expert-parallel", type=size, help="devices that share the experts")
-    parser.add_argument("--picture", type=Path, default=Path("expert_load.png"))
+    parser.add_argument("--picture", type=picture, default=Path("expert_load.png"))
     args = parser.parse_args()
 
     # The experts are split over the axis "expert", the tokens over both axes.
@@ -81,7 +82,7 @@ def main():
         print(f"{expert:4} {count:6} {'#' * round(40 * count / load.max())}")
     try:
         draw(load, args.picture)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         parser.error(f"--picture is {args.picture}: {error}")
     print(f"wrote {args.picture}")
 
@@ -90,6 +91,15 @@ def size(text):
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1")
     return int(text)
+
+
+def picture(text):
+    path, formats = Path(text), Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise argparse.ArgumentTypeError(f"{text} must end in .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    return path
 
 
 @nnx.jit
@@ -108,12 +118,8 @@ def describe(array):
 
 
 def draw(load, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
     axes.bar(range(len(load)), load)
     axes.axhline(load.mean(), color="black", linewidth=1, linestyle="--", label="balanced")
     axes.set(xlabel="expert", ylabel="tokens", title="Expert load")

@@ -235,6 +235,18 @@ def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_pat
         bench.main(["--read", str(broken)])
 
 
+@pytest.mark.parametrize(
+    "key, value", [("implementation", "jax"), ("pass", "inference"), ("routing", "even")]
+)
+def test_a_record_of_something_unknown_is_named(tiny, tmp_path, key, value):
+    pytest.importorskip("matplotlib")
+    record = next(r for r in _records(tiny) if r["pass"] == "forward" and r["ms"])
+    strange = tmp_path / "strange.json"
+    strange.write_text(json.dumps([record | {key: value}]))
+    with pytest.raises(SystemExit, match=f"the {key} of a record is '{value}'; it must be one of"):
+        bench.main(["--read", str(strange), "--plot", str(tmp_path / "strange.png")])
+
+
 def test_records_of_training_steps_are_no_part_of_the_table(tiny, tmp_path, capsys):
     training = tmp_path / "training.json"
     report.write(training, [{"shape": "tiny", "pass": "training_step", "gpus": 2}])

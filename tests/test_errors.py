@@ -200,6 +200,14 @@ class TestMoe:
         with pytest.raises(TypeError, match="^mesh is a tuple; it must be a jax.sharding.Mesh$"):
             moe(**arguments(), mesh=(2, 4), expert_axis="expert")
 
+    def test_a_mesh_without_devices_must_be_that_of_set_mesh(self):
+        mesh = make_mesh((2, 4), ("data", "expert"))
+        with pytest.raises(ValueError, match="^mesh is an AbstractMesh of {.*} and not the one of"):
+            moe(**arguments(), mesh=mesh.abstract_mesh, expert_axis="expert")
+        with jax.set_mesh(mesh):
+            call = jax.jit(lambda a: moe(**a, mesh=mesh.abstract_mesh, expert_axis="expert"))
+            assert call(arguments()).shape == arguments()["x"].shape
+
     def test_inside_a_shard_map(self):
         mesh = make_mesh((2, 4), ("data", "expert"))
         f = jax.shard_map(

@@ -78,9 +78,10 @@ def load(script):
         ("layer.py", "--top-k=17", "--top-k is 17; it must be at most --experts, 16"),
         (
             "layer.py",
-            "--picture=x.foo --batch=8 --seq-len=1 --hidden=8 --intermediate=8",
-            "--picture is x.foo: Format 'foo' is not supported",
+            "--picture=no/where.png",
+            "argument --picture: no/where.png: there is no folder no",
         ),
+        ("layer.py", "--picture=x.foo", "argument --picture: x.foo must end in ."),
         ("shard_map_training.py", "--nope", "unrecognized arguments: --nope"),
         ("shard_map_training.py", "--steps=0", "argument --steps: 0 is below 1"),
         ("shard_map_training.py", "--tokens=-8", "argument --tokens: -8 is below 1"),

@@ -51,9 +51,10 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
       path: of the picture; its suffix is the format.
 
     Raises:
-      ValueError: there are no records, or they are of several devices, token counts or lengths of
-        turns.
+      ValueError: there are no records, they are of several devices, token counts or lengths of
+        turns, or one is of something unknown.
     """
+    _check_names(records)
     kinds = {(r["device"], r["tokens_per_gpu"], turn_ms(r)) for r in records}
     if len(kinds) != 1:
         found = (f"{device} with {tokens} in {ms} ms" for device, tokens, ms in sorted(kinds))
@@ -86,6 +87,23 @@ def draw(records: Sequence[Record], path: pathlib.Path) -> None:
     _caption(figure, records)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _check_names(records):
+    known = {
+        "implementation": _COLOURS,
+        "precision": _HATCHES,
+        "pass": (*layer.PASSES, "matrix_core"),
+    }
+    for record in records:
+        core_alone = record["pass"] == "matrix_core"
+        own = {"product": core.PRODUCTS} if core_alone else {"routing": layer.ROUTINGS}
+        for key, names in (known | own).items():
+            if record.get(key) not in names:
+                raise ValueError(
+                    f"the {key} of a record is {record.get(key)!r}; it must be one of "
+                    + ", ".join(map(repr, names))
+                )
 
 
 def _groups(records):
