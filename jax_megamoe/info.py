@@ -25,17 +25,18 @@ from jax_megamoe.config import MoEConfig
 _PACKAGES = ("jax_megamoe", "jax", "jaxlib", "flax", "numpy", "tokamax")
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 
-# Bytes of one rank's workspace, within 1%. The sum is over: the rows that peers read (x, dy), the
+# Bytes of one rank's workspace, within 0.5%. The sum is over: the rows that peers read (x, dy), the
 # rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
-# between rounds, ids and weights, and the routing plan.
+# between rounds, ids and weights, the routing plan, and what the GPU kernels note of each row.
 WORKSPACE_FORMULA = (
     "(2*S*T*H + T*K*H + C*(2*H + 3*I))*row_bytes + 48*H*I/row_bytes + 12*T*K"
     " + 16*R*T*K + R*T*(E/R + 33)/8 + 1020*E/R"
+    " + G*(12*R*T*K + 1524*E/R + 4*C*ceil(I/192))"
 )
 _TERMS = (
     "T tokens of a rank, K experts a token, H hidden, I intermediate, E experts, R ranks;\n"
     "C = rows of the pool = min(capacity_factor, R)*T*K + 127*E/R, up to a multiple of 128;\n"
-    "row_bytes 2 (bf16) on a GPU, 4 (f32) on the host;\n"
+    "row_bytes 2 (bf16) and G = 1 on a GPU, 4 (f32) and 0 on the host;\n"
     "S = 0 on GPUs that one process drives, which read each other's operands in place; else 1"
 )
 

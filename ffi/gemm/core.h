@@ -163,7 +163,7 @@ struct Instruction<64, kA, kB> {
 
 // multiply() for the first kUsedBlocks of the tile's row blocks and the first kColumns of its
 // columns.
-template <Major kA, Major kB, int kUsedBlocks, int kColumns, class Taken>
+template <Major kA, Major kB, bool kOnto, int kUsedBlocks, int kColumns, class Taken>
 __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>& ring,
                                               uint32_t warpgroup, int depth, float* d,
                                               const Taken& taken) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>
 #pragma unroll
       for (int m = 0; m < kUsedBlocks; ++m) {
         wgmma<Atom>(a + k * kStepK16<kA> + m * kStepM64, b + k * kStepK16<kB>, d + m * (kTileN / 2),
-                    kb > 0 || k > 0, std::make_integer_sequence<int, kColumns / 2>{});
+                    kOnto || kb > 0 || k > 0, std::make_integer_sequence<int, kColumns / 2>{});
       }
     }
     cute::warpgroup_commit_batch();
@@ -220,23 +220,23 @@ __device__ __forceinline__ void multiply_part(Stages& stages, RingState<kStages>
 }
 
 // Multiplies the ring's next stages, `depth` of the contraction, into d[kAccumulators], which are
-// zeros before; of a tile of which `rows` rows and `columns` columns lie inside the matrix; columns
-// are a multiple of 64. `warpgroup` is the consumer's number, 0 or 1. taken() is called when its
-// turn has come.
-template <Major kA, Major kB, class Taken = Nothing>
+// zeros before or, with kOnto, what the product is added to; of a tile of which `rows` rows and
+// `columns` columns lie inside the matrix; columns are a multiple of 64. `warpgroup` is the
+// consumer's number, 0 or 1. taken() is called when its turn has come.
+template <Major kA, Major kB, bool kOnto = false, class Taken = Nothing>
 __device__ __forceinline__ void multiply(Stages& stages, RingState<kStages>& ring,
                                          uint32_t warpgroup, int rows, int columns, int depth,
                                          float* d, const Taken& taken = {}) {
   if (columns > 128) {
     if (rows > kTileM / kRowBlocks) {
-      multiply_part<kA, kB, kRowBlocks, kTileN>(stages, ring, warpgroup, depth, d, taken);
+      multiply_part<kA, kB, kOnto, kRowBlocks, kTileN>(stages, ring, warpgroup, depth, d, taken);
     } else {
-      multiply_part<kA, kB, 1, kTileN>(stages, ring, warpgroup, depth, d, taken);
+      multiply_part<kA, kB, kOnto, 1, kTileN>(stages, ring, warpgroup, depth, d, taken);
     }
   } else if (columns > 64) {
-    multiply_part<kA, kB, kRowBlocks, 128>(stages, ring, warpgroup, depth, d, taken);
+    multiply_part<kA, kB, kOnto, kRowBlocks, 128>(stages, ring, warpgroup, depth, d, taken);
   } else {
-    multiply_part<kA, kB, kRowBlocks, 64>(stages, ring, warpgroup, depth, d, taken);
+    multiply_part<kA, kB, kOnto, kRowBlocks, 64>(stages, ring, warpgroup, depth, d, taken);
   }
 }
 

@@ -219,24 +219,30 @@ __device__ __forceinline__ void fill_32_columns_f32(const float* d, uint8_t* buf
   }
 }
 
-// Stores the buffer's rows of f32 `offset` bytes from `to`, if they are `inside` the matrix; with
-// `add`, onto what is there. (A branch around an epilogue's parts would make the compiler move
-// accumulators.)
+// Stores the buffer's rows of f32 `offset` bytes from `to`, if they are `inside` the matrix. (A
+// branch around an epilogue's parts would make the compiler move accumulators.)
 __device__ __forceinline__ void store_rows_f32(const uint8_t* buffer, const RowAddress& to,
-                                               int offset, bool inside, bool add) {
+                                               int offset, bool inside) {
   __syncwarp();
   const int lane = lane_here();
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     const float4 here =
         *reinterpret_cast<const float4*>(buffer + swizzled(4 * i + lane / 8, lane % 8));
-    float4* at = reinterpret_cast<float4*>(to.first + offset + i * to.step);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (inside && add) sum = *at;
-    sum.x += here.x, sum.y += here.y, sum.z += here.z, sum.w += here.w;
-    if (inside) *at = sum;
+    if (inside) *reinterpret_cast<float4*>(to.first + offset + i * to.step) = here;
   }
   __syncwarp();
+}
+
+// Two accumulators from memory, if they are `wanted`. A branch in its place makes the compiler
+// serialise the multiplication that adds onto them.
+__device__ __forceinline__ void load_pair_if(bool wanted, const float* from, float* d) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "@wanted ld.global.v2.f32 {%0, %1}, [%2];\n}"
+      : "+f"(d[0]), "+f"(d[1])
+      : "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 
 // ---- blocks by TMA --------------------------------------------------------------------------

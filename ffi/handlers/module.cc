@@ -130,12 +130,20 @@ void register_workspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_
 }
 
 #ifdef MEGAMOE_WITH_CUDA
+// For what may wait for a GPU: meanwhile other threads of Python go on, among them one that may be
+// about to make the call for which that GPU's kernel waits.
+template <class F>
+std::string without_gil(const F& f) {
+  const nb::gil_scoped_release release;
+  return f();
+}
+
 void register_cuda_workspace(int64_t key, int32_t ranks, int32_t tokens, int32_t top_k,
                              int32_t local_experts, int32_t hidden, int32_t intermediate,
                              int32_t capacity_rows, const std::vector<int>& devices) {
   const WorkspaceShape shape = make_cuda_shape(ranks, tokens, top_k, local_experts, hidden,
                                                intermediate, capacity_rows, false);
-  const std::string refusal = make_cuda_workspace(key, shape, devices);
+  const std::string refusal = without_gil([&] { return make_cuda_workspace(key, shape, devices); });
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
 }
 
@@ -145,7 +153,8 @@ nb::list allocate_workspace(int64_t key, int32_t ranks, int32_t tokens, int32_t 
   const WorkspaceShape shape = make_cuda_shape(ranks, tokens, top_k, local_experts, hidden,
                                                intermediate, capacity_rows, true);
   std::vector<cudaIpcMemHandle_t> handles;
-  const std::string refusal = allocate_cuda_workspace(key, shape, devices, &handles);
+  const std::string refusal =
+      without_gil([&] { return allocate_cuda_workspace(key, shape, devices, &handles); });
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
   nb::list list;
   for (const auto& handle : handles) list.append(nb::bytes(&handle, sizeof(handle)));
@@ -160,7 +169,8 @@ void open_workspace(int64_t key, nb::list handles, const std::vector<std::string
     if (bytes.size() != sizeof(opened[i])) throw nb::value_error("not a handle of GPU memory");
     std::memcpy(&opened[i], bytes.data(), bytes.size());
   }
-  const std::string refusal = open_cuda_workspace(key, opened, names, first);
+  const std::string refusal =
+      without_gil([&] { return open_cuda_workspace(key, opened, names, first); });
   if (!refusal.empty()) throw nb::value_error(refusal.c_str());
 }
 #endif

@@ -98,7 +98,8 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
     launch.plan(round, nullptr, nullptr);
     args.round = round;
     zero_padding_kernel<<<plan.local_experts, 256, 0, stream>>>(args);
-    backward_kernel<<<launch.sms, kThreads, sizeof(Backward::Shared), stream>>>(maps, args);
+    const auto kernel = launch.rounds() > 1 ? backward_kernel<true> : backward_kernel<false>;
+    kernel<<<launch.sms, kThreads, sizeof(Backward::Shared), stream>>>(maps, args);
     send_dots_kernel<<<launch.sms, 256, 0, stream>>>(args, layout.common.returned_weights, parts);
     if (launch.rounds() > 1) write_carried_kernel<<<launch.sms, 256, 0, stream>>>(args);
   }
@@ -122,9 +123,13 @@ std::string load_backward_kernels() {
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status_text(status);
   }
-  return status_text(cudaFuncSetAttribute(backward_kernel,
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                          static_cast<int>(sizeof(Backward::Shared))));
+  for (const auto kernel : {backward_kernel<true>, backward_kernel<false>}) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(sizeof(Backward::Shared)));
+    if (status != cudaSuccess) return status_text(status);
+  }
+  return "";
 }
 
 }  // namespace megamoe

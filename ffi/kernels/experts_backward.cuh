@@ -81,8 +81,7 @@ __device__ inline bool spans_rounds(const BackwardArgs& args, int e) {
 
 // Where the weight gradients of expert e are carried from round to round, in fp32: -1 if its rows
 // span none. Two slots in turn, because in one round one such expert may end and the next begin.
-// They are summed round by round, so the last bits of these experts' weight gradients depend on the
-// capacity.
+// A round's accumulators begin as those of the round before ended, so no bit depends on rounds.
 __device__ inline int carried_slot(const BackwardArgs& args, int e) {
   if (!spans_rounds(args, e)) return -1;
   int before = 0;
@@ -558,35 +557,58 @@ struct Backward {
     push_tile(acc, shared.buffers, shared.facts, work.rows, work.n * kTileN, work.columns);
   }
 
+  // The accumulators with which the round before ended, if there was one, in place of zeros.
+  __device__ __forceinline__ void load_carried(const Work& work, float* acc) const {
+    const bool down = work.matrix == 2;
+    const int rows = down ? args.intermediate : args.hidden;
+    const int columns = down ? args.hidden : args.intermediate;
+    const float* from = args.carried + (2 * work.matrix + work.carried) * int64_t{rows} * columns +
+                        work.n * kTileN + lane_here() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < kRowBlocks; ++m) {
+      const int row = work.m * kTileM + first_of_block(m) + lane_here() / 4;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* at = from + int64_t{row + 8 * h} * columns;
+#pragma unroll
+        for (int b = 0; b < kTileN / 8; ++b) {
+          const bool wanted = work.continues && row < rows && 8 * b < work.columns;
+          load_pair_if(wanted, at + 8 * b, acc + m * (kTileN / 2) + 4 * b + 2 * h);
+        }
+      }
+    }
+  }
+
+  template <bool kRounds>
   __device__ __forceinline__ void weight_grad_tile(RingState<kTileSlots>& tile_ring,
                                                    RingState<kStages>& ring) {
     float acc[kAccumulators] = {};
     const Work& before = shared.tiles.here(tile_ring);
-    multiply<Major::MN, Major::MN>(shared.stages, ring, warpgroup_here(), kTileM, before.columns,
-                                   before.rows, acc);
+    if constexpr (kRounds) load_carried(before, acc);
+    multiply<Major::MN, Major::MN, kRounds>(shared.stages, ring, warpgroup_here(), kTileM,
+                                            before.columns, before.rows, acc);
     const Work& work = shared.tiles.here(tile_ring);
     const bool down = work.matrix == 2;
     const int rows = down ? args.intermediate : args.hidden;
     const int columns = down ? args.hidden : args.intermediate;
     const int64_t size = int64_t{rows} * columns;
-    // Straight into the result, or in fp32 to or onto what earlier rounds have carried.
-    const bool f32 = args.dw_is_f32 || work.carried >= 0;
-    void* matrix =
-        work.carried < 0
-            ? static_cast<float*>(args.dw[work.matrix]) + work.group * size
-            : reinterpret_cast<float*>(args.carried + (2 * work.matrix + work.carried) * size);
+    // Into the result, or in fp32 to where they are carried.
+    const bool carried = kRounds && work.carried >= 0;
+    const bool f32 = args.dw_is_f32 || carried;
+    float* matrix = carried ? args.carried + (2 * work.matrix + work.carried) * size
+                            : static_cast<float*>(args.dw[work.matrix]) + work.group * size;
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const int first = work.m * kTileM + first_of_block(m);
       const int inside = first < rows ? work.columns : 0;
       if (f32) {
         wait_for_buffer<1>();
-        const RowAddress to(matrix, first, columns, work.n * kTileN, 4);
+        const RowAddress to(matrix, first, columns, shared.tiles.here(tile_ring).n * kTileN, 4);
 #pragma unroll
         for (int c = 0; c < kTileN / 32; ++c) {
           uint8_t* buffer = shared.buffers.here();
           fill_32_columns_f32(acc + m * (kTileN / 2) + 16 * c, buffer);
-          store_rows_f32(buffer, to, 128 * c, 32 * c < inside, work.continues);
+          store_rows_f32(buffer, to, 128 * c, 32 * c < inside);
         }
       } else {
 #pragma unroll
@@ -616,6 +638,7 @@ struct Backward {
     }
   }
 
+  template <bool kRounds>
   __device__ void consume(uint32_t warpgroup) {
     mark(0);
     copy_own_rows<2, 8>(args, first_row(), INT_MAX);
@@ -629,13 +652,17 @@ struct Backward {
     take_turns(Kind::kInputGrad, tile_ring, ring, [&] { input_grad_tile(tile_ring, ring); });
     finish_pushing();
     mark(3);
-    take_turns(Kind::kWeightGrad, tile_ring, ring, [&] { weight_grad_tile(tile_ring, ring); });
+    take_turns(Kind::kWeightGrad, tile_ring, ring,
+               [&] { weight_grad_tile<kRounds>(tile_ring, ring); });
     wait_bulk_stores<0>();
     __threadfence_system();
     mark(4);
   }
 };
 
+// kRounds: the call may take several rounds. (To be able to go on with accumulators took the 30B
+// layer 1% more time.)
+template <bool kRounds>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ BackwardArgs args) {
@@ -664,7 +691,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp % 2 == 1) backward.combine();
   } else {
     cutlass::arch::warpgroup_reg_alloc<224>();
-    backward.consume(warp / 4 - 1);
+    backward.consume<kRounds>(warp / 4 - 1);
   }
 }
 

@@ -10,10 +10,9 @@
 // Rounds. Round j works on the pool rows [j * capacity_rows, (j + 1) * capacity_rows). Splitting
 // this rank's rows, not the tokens of all ranks, needs no agreement between the ranks: sources
 // (staged x) and destinations ([slot][token] buffers) hold still during a call, so each rank may
-// take as many rounds as its own load asks for. A round ends at the end of a tile, so of the
-// results only the weight gradients, which are summed over an expert's rows, can depend on the
-// capacity: in their last bits, and only where these rows span rounds and are summed round by
-// round.
+// take as many rounds as its own load asks for. A round ends at the end of a tile, and what is
+// summed over an expert's rows, the weight gradients, goes on in the next round with the same
+// accumulators, so no bit of a result depends on the capacity.
 //
 // Pull list. The source tokens of a round that are fetched from their owners, each once for all of
 // its pool rows, in the order of first use. Only the rows of a round's first `copied_rows` that

@@ -19,13 +19,16 @@ namespace {
 
 constexpr char kWayOut[] = "; the 'xla' implementation does not need it";
 
-std::mutex mutex;
+// Calls take `mutex` to find their workspace, so it is never held while a GPU is waited for: its
+// kernel may wait for a peer whose call has yet to find its own. Who makes a workspace holds
+// `making` all along.
+std::mutex mutex, making;
 using Workspaces = std::map<int64_t, std::unique_ptr<CudaWorkspace>>;
 Workspaces& workspaces() {
   static auto* all = new Workspaces;
   return *all;
 }
-// Those that processes are still agreeing on.
+// Those that processes are still agreeing on; under `making`.
 Workspaces& unfinished() {
   static auto* all = new Workspaces;
   return *all;
@@ -100,7 +103,7 @@ const char* phase_name(int32_t phase) {
   return "unknown";
 }
 
-bool process_ends = false;  // under the mutex
+bool process_ends = false;  // under `mutex`
 
 // Prints each failure once. Stops when the process ends, before the driver takes the memory away.
 void watch_for_failures() {
@@ -192,8 +195,8 @@ std::string allocate_blocks(const WorkspaceShape& shape, const std::vector<int>&
   return check.message();
 }
 
-// Under the mutex.
 void publish(int64_t key, std::unique_ptr<CudaWorkspace> made) {
+  std::lock_guard<std::mutex> lock(mutex);
   workspaces()[key] = std::move(made);
   static const bool watching = [] {
     std::thread(watch_for_failures).detach();
@@ -210,8 +213,8 @@ void publish(int64_t key, std::unique_ptr<CudaWorkspace> made) {
 
 std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
                                 const std::vector<int>& devices) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (workspaces().count(key)) return "";
+  std::lock_guard<std::mutex> lock(making);
+  if (find_cuda_workspace(key) != nullptr) return "";
   auto made = std::make_unique<CudaWorkspace>();
   const std::string error = allocate_blocks(shape, devices, made.get());
   if (error.empty()) publish(key, std::move(made));
@@ -221,7 +224,7 @@ std::string make_cuda_workspace(int64_t key, const WorkspaceShape& shape,
 std::string allocate_cuda_workspace(int64_t key, const WorkspaceShape& shape,
                                     const std::vector<int>& devices,
                                     std::vector<cudaIpcMemHandle_t>* handles) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(making);
   auto made = std::make_unique<CudaWorkspace>();
   const std::string error = allocate_blocks(shape, devices, made.get());
   if (!error.empty()) return error;
@@ -245,7 +248,7 @@ std::string allocate_cuda_workspace(int64_t key, const WorkspaceShape& shape,
 
 std::string open_cuda_workspace(int64_t key, const std::vector<cudaIpcMemHandle_t>& handles,
                                 const std::vector<std::string>& names, int first) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(making);
   const size_t count = handles.size();
   if (count > kMaxDevices) {
     return "the processes of this host drive " + std::to_string(count) + " GPUs; at most " +
@@ -285,13 +288,13 @@ std::string open_cuda_workspace(int64_t key, const std::vector<cudaIpcMemHandle_
 }
 
 void keep_cuda_workspace(int64_t key) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(making);
   publish(key, std::move(unfinished().at(key)));
   unfinished().erase(key);
 }
 
 void drop_cuda_workspace(int64_t key) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(making);
   const auto found = unfinished().find(key);
   if (found == unfinished().end()) return;
   free_blocks(*found->second);
