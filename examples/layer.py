@@ -94,11 +94,11 @@ def size(text):
 
 
 def picture(text):
-    path, formats = Path(text), Figure().canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise argparse.ArgumentTypeError(f"{text} must end in .{', .'.join(sorted(formats))}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    path, formats = Path(text), (".pdf", ".png", ".svg")
+    if path.suffix not in formats:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(formats)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that is there")
     return path
 
 

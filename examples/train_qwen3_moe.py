@@ -467,7 +467,8 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
     sample = sample_text(run, graphdef, state) if args.sample_tokens else ""
     if jax.process_index():
         return
-    (args.out / "sample.txt").write_text(sample)
+    if sample:
+        (args.out / "sample.txt").write_text(sample)
 
     report.plot(
         args.out / "training.png",
@@ -491,7 +492,9 @@ def finish(run: Run, state: TrainState, graphdef, records: list[dict], loads: np
         f"{summary['step_s']:.3f} s per step, {summary['tokens_per_s_per_device']:,.0f} tokens/s "
         f"and {summary['tflops_per_device']:.3g} TFLOP/s per device"
     )
-    print(f"metrics, picture, sample and checkpoint in {args.out}\n\n{sample}")
+    written = ["metrics", "picture", *(["sample"] if sample else [])]
+    written += [] if args.no_checkpoint else ["checkpoint"]
+    print(f"{', '.join(written[:-1])} and {written[-1]} in {args.out}\n\n{sample}".rstrip())
 
 
 def set_cpu_flags() -> None:

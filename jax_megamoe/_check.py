@@ -99,6 +99,12 @@ def divisible(experts: int, axis: str, ranks: int) -> None:
         )
 
 
+def score(value) -> None:
+    """Checks that a score of the router is known."""
+    if not isinstance(value, str) or value not in ("softmax", "sigmoid"):
+        raise ValueError(f"score is {value!r}; it must be 'softmax' or 'sigmoid'")
+
+
 def array_like(name: str, a) -> None:
     """Checks that a value has a shape and a dtype, as arrays of JAX and numpy do.
 

@@ -84,6 +84,7 @@ class Layer:
         for name, dtype in (("dtype", self.dtype), ("param_dtype", param_dtype)):
             if dtype is not None:
                 _check.float_dtype(name, dtype)
+        _check.score(self.score)
         if not is_integer(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k is {self.top_k!r}; it must be an integer from 1 to num_experts, "
@@ -91,7 +92,12 @@ class Layer:
             )
         if self.expert_axis is not None:
             mesh = _mesh.resolve(self.mesh, self.expert_axis)
-            _check.divisible(self.num_experts, self.expert_axis, mesh.shape[self.expert_axis])
+            ranks = mesh.shape[self.expert_axis]
+            if self.num_experts % ranks:
+                raise ValueError(
+                    f"num_experts is {self.num_experts}; it must be a multiple of the size of "
+                    f"expert_axis {self.expert_axis!r}, {ranks}"
+                )
             _mesh.check_axes("token_axes", self.token_axes or (), mesh)
             _mesh.check_axes("fsdp_axis", [self.fsdp_axis] if self.fsdp_axis else [], mesh)
             if self.fsdp_axis == self.expert_axis:
@@ -126,6 +132,7 @@ class Layer:
         token_mask: jax.Array | None,
         expert_ids: jax.Array | None,
     ) -> tuple[jax.Array, MoEAux]:
+        _check.array_like("x", x)
         x, w_gate, w_up, w_down = map(jnp.asarray, (x, w_gate, w_up, w_down))
         if x.ndim < 2 or x.shape[-1] != router.shape[0]:
             raise ValueError(

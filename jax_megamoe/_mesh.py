@@ -112,8 +112,8 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
     """Returns the mesh to use: the argument, or the one of `jax.set_mesh`.
 
     Raises:
-      ValueError: if there is no mesh, it lacks the axis, it is abstract and not that of
-        `jax.set_mesh`, or the call is already inside a shard_map.
+      ValueError: if there is no mesh, it lacks the axis, it has no devices, it is not that of
+        `jax.set_mesh` where there is one, or the call is already inside a shard_map.
       TypeError: if `mesh` is something else.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -128,10 +128,13 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
             raise ValueError("mesh is None and there is no jax.set_mesh; one of the two is needed")
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise TypeError(f"mesh is a {type(mesh).__name__}; it must be a jax.sharding.Mesh")
-    if isinstance(mesh, AbstractMesh) and mesh != context:
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if not context.empty and abstract != context:
+        raise ValueError(f"mesh is {abstract}; it must be that of jax.set_mesh, {context}, or None")
+    if mesh is abstract and _context_mesh().empty:
         raise ValueError(
-            f"mesh is an AbstractMesh of {dict(mesh.shape)} and not the one of jax.set_mesh; it "
-            "must be a jax.sharding.Mesh, which has devices, or None"
+            f"mesh is {mesh}, which has no devices; it must be a jax.sharding.Mesh, or None with "
+            "jax.set_mesh"
         )
     if expert_axis not in mesh.axis_names:
         raise ValueError(f"expert_axis is {expert_axis!r}; {_known_axes(mesh.axis_names)}")
@@ -213,4 +216,4 @@ def _context_mesh():
 
 
 def _known_axes(names):
-    return f"the axes are {', '.join(map(repr, names))}" if names else "there are no axes"
+    return f"the axes are {', '.join(map(repr, names))}" if names else "mesh has no axes"

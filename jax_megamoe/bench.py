@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     try:
         records = report.read(options.read or appended)
+        if options.read or options.plot:
+            report.check(report.of_layers(records))
     except ValueError as error:
         sys.exit(f"{_PROGRAM}: {error}")
     if options.read:
@@ -84,7 +86,7 @@ def _plot_module(options):
     try:
         from jax_megamoe._bench import plot
 
-        plot.check_format(options.plot)
+        plot.check_path(options.plot)
     except ModuleNotFoundError as error:
         sys.exit(f"{_PROGRAM}: plot is {options.plot} and needs {error.name}, which is missing")
     except ValueError as error:
@@ -244,13 +246,15 @@ def _parse(arguments):
     )
     shapes = tuple(name for name in layer.SHAPES if name != "tiny")
 
-    def a_list(flag, choices, default, text):
+    def a_list(flag, choices, default, text, empty=False):
         parser.add_argument(
-            flag, type=list_of(choices), default=default, help=f"{text} (default: all)"
+            flag, type=list_of(choices, empty), default=default, help=f"{text} (default: all)"
         )
 
     a_list("--shapes", tuple(layer.SHAPES), shapes, ", ".join(shapes) + ", or tiny")
-    a_list("--passes", layer.PASSES, layer.PASSES, ", ".join(layer.PASSES) + "; empty for none")
+    a_list(
+        "--passes", layer.PASSES, layer.PASSES, ", ".join(layer.PASSES) + "; empty for none", True
+    )
     add = parser.add_argument
     add(
         "--implementations",

@@ -304,6 +304,8 @@ def update_expert_bias(
         )
     if not jnp.issubdtype(expert_load.dtype, jnp.integer):
         raise TypeError(f"expert_load has dtype {expert_load.dtype}; it must be integers")
+    if not isinstance(rate, (int, float)) and getattr(rate, "shape", None) != ():
+        raise TypeError(f"rate is {rate!r}; it must be a number")
     # Integers throughout: a fp32 mean of large counts would miss a load one above it.
     mean, rest = jnp.divmod(expert_load.sum(dtype=jnp.int32), expert_load.size)
     below = jnp.where(expert_load == mean, jnp.sign(rest), jnp.sign(mean - expert_load))
@@ -350,14 +352,15 @@ def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
             f"top_k is {top_k!r}; it must be an integer from 1 to the {num_experts} experts of "
             "logits"
         )
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score is {score!r}; it must be 'softmax' or 'sigmoid'")
+    _check.score(score)
     if expert_bias is not None:
         _check.array_like("expert_bias", expert_bias)
         if expert_bias.shape != (num_experts,):
             raise ValueError(
                 f"expert_bias has shape {expert_bias.shape}; it must be ({num_experts},)"
             )
+        if not jnp.issubdtype(expert_bias.dtype, jnp.floating):
+            raise TypeError(f"expert_bias has dtype {expert_bias.dtype}; it must be floating")
     check_token_mask(token_mask, logits.shape[:-1])
     if expert_ids is None:
         return

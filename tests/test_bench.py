@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -236,15 +237,32 @@ def test_files_that_cannot_be_read_are_named_before_anything_is_measured(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "key, value", [("implementation", "jax"), ("pass", "inference"), ("routing", "even")]
+    "key, value, accepted",
+    [
+        ("implementation", "jax", "one of 'ffi'"),
+        ("implementation", ["ffi"], "one of 'ffi'"),
+        ("precision", "fp4", "one of 'bf16'"),
+        ("pass", None, "one of 'forward'"),
+        ("routing", "even", "one of 'random'"),
+        ("product", "gate", "one of 'gate_up'"),
+        ("ms", "x", "a number or null"),
+        ("gpus", None, "a whole number"),
+        ("device", 3, "text"),
+        ("date", 5, "text or null"),
+    ],
 )
-def test_a_record_of_something_unknown_is_named(tiny, tmp_path, key, value):
-    pytest.importorskip("matplotlib")
-    record = next(r for r in _records(tiny) if r["pass"] == "forward" and r["ms"])
+def test_a_record_of_something_unknown_is_named(tiny, tmp_path, monkeypatch, key, value, accepted):
+    pass_ = "matrix_core" if key == "product" else "forward"
+    record = next(r for r in _records(tiny) if r["pass"] == pass_)
     strange = tmp_path / "strange.json"
     strange.write_text(json.dumps([record | {key: value}]))
-    with pytest.raises(SystemExit, match=f"the {key} of a record is '{value}'; it must be one of"):
-        bench.main(["--read", str(strange), "--plot", str(tmp_path / "strange.png")])
+    message = re.escape(f"the {key} of a record is {value!r}; it must be {accepted}")
+    with pytest.raises(SystemExit, match=message):
+        bench.main(["--read", str(strange)])
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured all the same"))
+    with pytest.raises(SystemExit, match=message):
+        bench.main(["--tiny", "--out", str(strange), "--plot", str(tmp_path / "strange.png")])
 
 
 def test_records_of_training_steps_are_no_part_of_the_table(tiny, tmp_path, capsys):
@@ -266,6 +284,8 @@ def test_a_picture_that_cannot_be_drawn_is_named(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured all the same"))
     with pytest.raises(SystemExit, match="plot is .*picture.foo: Format 'foo' is not supported"):
         bench.main(["--tiny", "--plot", picture])
+    with pytest.raises(SystemExit, match="plot is .*nowhere/a.png: there is no folder .*nowhere"):
+        bench.main(["--tiny", "--plot", str(tmp_path / "nowhere" / "a.png")])
     monkeypatch.delitem(sys.modules, "jax_megamoe._bench.plot")
     monkeypatch.delattr(_bench, "plot")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -308,15 +328,52 @@ def test_timeline_gives_the_phases_between_marks():
 
 def test_memory_that_cannot_be_observed_is_recorded_with_its_reason(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     out = tmp_path / "memory.json"
-    arguments = ["--shapes=tiny", "--tokens=64", "--implementations=xla", "--gpus=1,1000"]
+    arguments = ["--shapes=tiny", "--tokens=64", "--implementations=xla,xla", "--gpus=1,1,1000"]
     assert memory.main([*arguments, f"--out={out}"]) == 1
     one, many = json.loads(out.read_text())
     assert one["error"] == "the allocator of 'cpu' devices does not count"
     assert many["error"].startswith("gpus is 1000 and this process has")
     assert capsys.readouterr().out.splitlines()[0].endswith(one["error"])
     assert report.of_layers([one, many]) == []  # no part of the table and the picture
+
+
+def test_memory_that_was_observed_is_printed_and_appended(tmp_path, capsys, monkeypatch):
+    seen = dict(peak_bytes=None, observed_bytes=3 << 30, device="a GPU", note="CUDA")
+    monkeypatch.setattr(memory, "_in_a_process", lambda *arguments: seen | {"asked": arguments})
+    out = tmp_path / "memory.json"
+    arguments = ["--shapes=tiny", "--tokens=64", "--gpus=2", f"--out={out}", "--commit=abc1234"]
+    assert memory.main([*arguments, "--implementations=ffi"]) == 0
+    assert memory.main([*arguments, "--implementations=xla"]) == 0
+    first, second = json.loads(out.read_text())
+    assert first["asked"] == ["tiny", "layer", "ffi", 2, 64]
+    assert second["asked"] == ["tiny", "layer", "xla", 2, 64]
+    assert first["observed_bytes"] == 3 << 30 and first["commit"] == "abc1234"
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].split() == "tiny layer 2 ffi 3.00 GiB observed, - planned CUDA".split()
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--tokens=-1", "tokens is -1; it must be at least 1"),
+        ("--shapes=", "'' is none of 'qwen3-30b-a3b'"),
+        ("--passes=both", "'both' is none of 'forward'"),
+        ("--gpus=0", "'0' has a number below 1"),
+        ("--out=/proc/x.json", "out is /proc/x.json: "),
+    ],
+)
+def test_wrong_arguments_of_memory_are_named(argument, message, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "_in_a_process", lambda *_: pytest.fail("observed all the same"))
+    with pytest.raises(SystemExit) as stop:
+        memory.main(["--shapes=tiny", argument])
+    assert message in capsys.readouterr().err + str(stop.value)
+
+
+def test_a_process_that_observes_takes_no_memory_beforehand(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(memory, "observe", lambda: dict(os.environ))
+    assert memory._observe_or_say_why_not() == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def test_a_process_that_dies_is_recorded(monkeypatch):
@@ -332,6 +389,7 @@ def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # of the process that it starts
     monkeypatch.setattr(layer._mesh, "platform", lambda: "gpu")
     seen = memory._in_a_process("tiny", "layer", implementation, 1, 4096)
+    assert "error" not in seen, seen
     shape = layer.SHAPES["tiny"]
     weights = 2 * 3 * shape.experts * shape.hidden * shape.intermediate
     tokens = 2 * 4096 * shape.hidden

@@ -2,6 +2,7 @@
 
 import re
 
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from cases import Shape, make_inputs, make_mesh, require_ffi
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import MoEConfig, _implementation, _mesh, _runtime, moe, moe_mlp
+from jax_megamoe import MoEConfig, _implementation, _mesh, _runtime, moe, moe_mlp, nnx
 
 NAMES = ("x", "expert_ids", "expert_weights", "w_gate", "w_up", "w_down")
 
@@ -202,11 +203,34 @@ class TestMoe:
 
     def test_a_mesh_without_devices_must_be_that_of_set_mesh(self):
         mesh = make_mesh((2, 4), ("data", "expert"))
-        with pytest.raises(ValueError, match="^mesh is an AbstractMesh of {.*} and not the one of"):
-            moe(**arguments(), mesh=mesh.abstract_mesh, expert_axis="expert")
+        abstract = mesh.abstract_mesh
+        message = r"^mesh is AbstractMesh\(.*, which has no devices; it must be a jax.sharding.Mesh"
+        with pytest.raises(ValueError, match=message):
+            moe(**arguments(), mesh=abstract, expert_axis="expert")
+        with pytest.raises(ValueError, match=message):
+            nnx.MoE(4, 8, 4, 1, mesh=abstract, expert_axis="expert", rngs=flax.nnx.Rngs(0))
+        with jax.sharding.use_abstract_mesh(abstract):
+            with pytest.raises(ValueError, match=message):
+                moe(**arguments(), mesh=abstract, expert_axis="expert")
+            y = jax.eval_shape(lambda a: moe(**a, mesh=abstract, expert_axis="expert"), arguments())
+            assert y.shape == arguments()["x"].shape
         with jax.set_mesh(mesh):
-            call = jax.jit(lambda a: moe(**a, mesh=mesh.abstract_mesh, expert_axis="expert"))
+            call = jax.jit(lambda a: moe(**a, mesh=abstract, expert_axis="expert"))
             assert call(arguments()).shape == arguments()["x"].shape
+
+    @pytest.mark.parametrize("explicit", [False, True])
+    def test_the_mesh_is_that_of_set_mesh(self, explicit):
+        other = make_mesh((2, 4), ("data", "expert"), explicit=not explicit)
+        with jax.set_mesh(make_mesh((2, 4), ("data", "expert"), explicit=explicit)):
+            for mesh in (make_mesh((4,)), other, other.abstract_mesh):
+                with pytest.raises(
+                    ValueError, match="^mesh is .*; it must be that of jax.set_mesh"
+                ):
+                    moe(**arguments(), mesh=mesh, expert_axis="expert")
+                with pytest.raises(
+                    ValueError, match="^mesh is .*; it must be that of jax.set_mesh"
+                ):
+                    nnx.MoE(4, 8, 4, 1, mesh=mesh, expert_axis="expert", rngs=flax.nnx.Rngs(0))
 
     def test_inside_a_shard_map(self):
         mesh = make_mesh((2, 4), ("data", "expert"))

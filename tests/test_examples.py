@@ -79,9 +79,9 @@ def load(script):
         (
             "layer.py",
             "--picture=no/where.png",
-            "argument --picture: no/where.png: there is no folder no",
+            "argument --picture: 'no/where.png' must be a file in a folder that is there",
         ),
-        ("layer.py", "--picture=x.foo", "argument --picture: x.foo must end in ."),
+        ("layer.py", "--picture=x.foo", "argument --picture: 'x.foo' must end in .pdf, .png"),
         ("shard_map_training.py", "--nope", "unrecognized arguments: --nope"),
         ("shard_map_training.py", "--steps=0", "argument --steps: 0 is below 1"),
         ("shard_map_training.py", "--tokens=-8", "argument --tokens: -8 is below 1"),

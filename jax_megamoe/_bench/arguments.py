@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Callable, Sequence
 
 
-def list_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns the type of an argument that lists some of the choices."""
+def list_of(choices: Sequence[str], empty: bool = False) -> Callable[[str], tuple[str, ...]]:
+    """Returns the type of an argument that lists some of the choices; or none, if it may be empty.
+
+    What is named twice counts once.
+    """
 
     def parse(text):
-        values = tuple(text.split(",")) if text else ()
+        values = tuple(dict.fromkeys(text.split(","))) if text or not empty else ()
         for value in values:
             if value not in choices:
                 raise argparse.ArgumentTypeError(
@@ -22,9 +25,9 @@ def list_of(choices: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """The type of an argument that lists numbers of devices."""
+    """The type of an argument that lists numbers of devices; one that comes twice counts once."""
     try:
-        values = tuple(int(value) for value in text.split(","))
+        values = tuple(dict.fromkeys(int(value) for value in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be whole numbers separated by commas"

@@ -1,4 +1,4 @@
-"""The most memory that a layer is seen to hold: `python -m jax_megamoe._bench.memory`.
+"""The most memory that JAX holds for a layer: `python -m jax_megamoe._bench.memory`.
 
 An allocator's peak is that of all programs of a process, so each program has a process of its own.
 """
@@ -41,7 +41,8 @@ def observe(
 
     Returns:
       `peak_bytes`, as planned (`layer.peak_bytes`); `observed_bytes`, the most that JAX's allocator
-      held on a device, operands and results included, and the workspace; `device` and `note`.
+      held on a device, operands and results included, plus the workspace, whose size is known;
+      `device` and `note`.
 
     Raises:
       ValueError: there are fewer GPUs, or the device's allocator does not count.
@@ -49,7 +50,7 @@ def observe(
     shape, config = layer.SHAPES[name], MoEConfig(implementation=implementation)
     mesh = layer.mesh_of(gpus)
     devices = mesh.devices.flat
-    if devices[0].memory_stats() is None:
+    if "peak_bytes_in_use" not in (devices[0].memory_stats() or {}):
         raise ValueError(f"the allocator of {devices[0].device_kind!r} devices does not count")
     routing = layer.make_routing(mesh, shape, tokens, "random")
     # Random numbers would need more memory while they are made, and the values do not matter.
@@ -57,7 +58,9 @@ def observe(
     up = (shape.experts, shape.hidden, shape.intermediate)
     down = (shape.experts, shape.intermediate, shape.hidden)
     sharding = NamedSharding(mesh, P(layer.AXIS))
-    arguments = [jnp.zeros(s, jnp.bfloat16, device=sharding) for s in (x, up, up, down, x)]
+    arguments = [jnp.zeros(s, jnp.bfloat16, device=sharding) for s in (x, up, up, down)]
+    # The forward pass has no dy, so none may lie beside it.
+    arguments.append(arguments[0] if pass_ == "forward" else jnp.zeros_like(arguments[0]))
     program = layer.layer_program(mesh, pass_, config)
     compiled = program.lower(*arguments, *routing).compile()
     jax.block_until_ready(compiled(*arguments, *routing))
@@ -81,8 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = report.read([options.out]) if options.out and options.out.exists() else []
     except ValueError as error:
         sys.exit(f"{_PROGRAM}: {error}")
+    if options.out:
+        try:
+            report.write(options.out, records)
+        except OSError as error:
+            sys.exit(f"{_PROGRAM}: out is {options.out}: {error}")
     earlier, software = len(records), report.software(options.commit)
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # a process may outlive its result a bit
     for name, gpus, pass_, implementation in itertools.product(
         options.shapes, options.gpus, options.passes, options.implementations
     ):
@@ -113,6 +120,8 @@ def _in_a_process(*arguments):
 
 
 def _observe_or_say_why_not(*arguments):
+    # What JAX took beforehand the workspace could not have.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         return observe(*arguments)
     except timing.ERRORS as error:
@@ -120,7 +129,7 @@ def _observe_or_say_why_not(*arguments):
 
 
 def _failure(reason):
-    return dict(peak_bytes=None, observed_bytes=None, error=reason)
+    return dict(peak_bytes=None, observed_bytes=None, device=None, note="", error=reason)
 
 
 def _line(record):
@@ -129,8 +138,11 @@ def _line(record):
     )
     if "error" in record:
         return f"{head} {record['error']}"
-    planned, observed = (record[key] / 2**30 for key in ("peak_bytes", "observed_bytes"))
-    return f"{head} {observed:6.2f} GiB observed, {planned:6.2f} planned  {record['note']}"
+    observed, planned = (
+        "-" if record[key] is None else f"{record[key] / 2**30:.2f}"
+        for key in ("observed_bytes", "peak_bytes")
+    )
+    return f"{head} {observed:>6s} GiB observed, {planned:>6s} planned  {record['note']}"
 
 
 def _parse(arguments):
@@ -164,4 +176,7 @@ def _parse(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(f"{_PROGRAM}: stopped")

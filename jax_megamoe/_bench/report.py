@@ -14,9 +14,22 @@ from typing import Any
 
 import jax
 
-from jax_megamoe._bench import timing
+from jax_megamoe._bench import core, layer, timing
 
 Record = dict[str, Any]
+
+# What there is of each key, and the types of others.
+_NAMES = {
+    "implementation": ("ffi", "xla", "torch"),
+    "precision": ("bf16", "fp8", "mxfp8", "fp8_bwd"),
+    "pass": (*layer.PASSES, "matrix_core"),
+}
+_KINDS = (
+    (("ms", "dense_ms", "ratio", "peak_bytes"), (int, float, type(None)), "a number or null"),
+    (("gpus", "tokens_per_gpu"), int, "a whole number"),
+    (("shape", "device"), str, "text"),
+    (("date",), (str, type(None)), "text or null"),
+)
 
 # What a measurement is of, besides how long the turns were. A newer record with the same values
 # replaces an older one in pictures.
@@ -78,6 +91,28 @@ def read(paths: Sequence[pathlib.Path]) -> list[Record]:
 def of_layers(records: Sequence[Record]) -> list[Record]:
     """Returns those of a layer or of the matrix core: what the table and the picture show."""
     return [record for record in records if record.keys() >= _LAYER_KEYS]
+
+
+def check(records: Sequence[Record]) -> None:
+    """Checks that the table and the picture know what the records are of.
+
+    Raises:
+      ValueError: a key has another value.
+    """
+    for record in records:
+        core_alone = record["pass"] == "matrix_core"
+        names = _NAMES | ({"product": core.PRODUCTS} if core_alone else {"routing": layer.ROUTINGS})
+        for key, known in names.items():
+            if record.get(key) not in list(known):
+                raise ValueError(
+                    f"the {key} of a record is {record.get(key)!r}; it must be one of "
+                    + ", ".join(map(repr, known))
+                )
+        for keys, kinds, text in _KINDS:
+            for key in keys:
+                value = record.get(key)
+                if not isinstance(value, kinds) or isinstance(value, bool):
+                    raise ValueError(f"the {key} of a record is {value!r}; it must be {text}")
 
 
 def write(path: pathlib.Path, records: Sequence[Record]) -> None:
