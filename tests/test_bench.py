@@ -318,6 +318,15 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_timeline_plans_each_token_of_the_others_once():
+    # Ranks 0 and 1 have experts 0 to 3 and 4 to 7; rank 1's tokens are the last three.
+    ids = np.array([[5, 6], [4, 5], [3, 0], [4, 5], [7, 2], [-1, 9]])
+    assert timeline.planned_bytes(ids, 2, 8, 128) == 1 * 128
+    assert timeline.planned_bytes(ids[:, ::-1], 2, 8, 128) == 1 * 128
+    assert timeline.planned_bytes(np.array([[0], [0], [1], [-1]]), 2, 8, 128) == 128
+    assert timeline.planned_bytes(ids, 1, 8, 128) == 0
+
+
 def test_timeline_gives_the_phases_between_marks():
     marks = np.zeros((4, 8), np.uint64)  # the last CTA was not launched
     marks[:3, :3] = [[1000, 5000, 9000], [1100, 6000, 9000], [1200, 7000, 12000]]

@@ -308,6 +308,7 @@ NB_MODULE(_ffi, m) {
   m.attr("timeline_marks") = kTimelineMarks;
   m.def("forward_timeline", forward_timeline);
   m.def("forward_pulled_bytes", forward_pulled_bytes);
+  m.def("backward_pulled_bytes", backward_pulled_bytes);
   m.def("backward_timeline", backward_timeline);
 #endif
   m.def("workspace_bytes", workspace_bytes, nb::kw_only(), "ranks"_a, "tokens"_a, "top_k"_a,

@@ -113,6 +113,7 @@ std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream) {
 }
 
 std::vector<uint64_t> backward_timeline() { return copy_timeline(); }
+uint64_t backward_pulled_bytes() { return take_pulled_bytes(); }
 
 std::string load_backward_kernels() {
   cudaFuncAttributes attributes;

@@ -73,6 +73,7 @@ std::vector<uint64_t> forward_timeline();
 // Bytes that the forward kernels of the current device have read from other ranks since this was
 // last asked; 0 where the build does not count them.
 uint64_t forward_pulled_bytes();
+uint64_t backward_pulled_bytes();
 std::vector<uint64_t> backward_timeline();
 
 // Loads every kernel on the current device, so that no first use waits while a peer spins.

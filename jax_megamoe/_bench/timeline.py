@@ -1,10 +1,12 @@
 """Where the time of the expert kernels goes: `python -m jax_megamoe._bench.timeline`.
 
-Needs a GPU and a build that notes it: `pip install . -C cmake.define.JAX_MEGAMOE_TIMELINE=ON`.
+Also what goes over the link. Needs a GPU and a build that notes it:
+`pip install . -C cmake.define.JAX_MEGAMOE_TIMELINE=ON`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import jax
@@ -34,26 +36,51 @@ def durations(marks: np.ndarray, phases: int) -> tuple[np.ndarray, np.ndarray]:
     return np.diff(ends) / 1e3, (marks.max(0) - marks.min(0))[1:] / 1e3
 
 
+def planned_bytes(expert_ids: np.ndarray, ranks: int, experts: int, row_bytes: int) -> int:
+    """Returns the bytes that rank 0 reads from others: each token that it serves, once.
+
+    Args:
+      expert_ids: int [ranks * tokens, K], those of rank 0 first.
+      ranks: size of the expert axis.
+      experts: in all.
+      row_bytes: of a token.
+    """
+    others = expert_ids[len(expert_ids) // ranks :]
+    served = (others >= 0) & (others < experts // ranks)
+    return int(served.any(axis=1).sum()) * row_bytes
+
+
 def main() -> int:
-    """Prints the phases of both passes of both layers on one GPU."""
+    """Prints the phases of both passes of both layers, and what the first GPU reads over the link.
+
+    With one GPU and, where there are two, with two.
+    """
     if (reason := _runtime.unavailable()) is not None:
         sys.exit(f"timeline: {reason}")
     ffi = _runtime.load()
     if not hasattr(ffi, "timeline_marks") or jax.default_backend() != "gpu":
         sys.exit("timeline: needs a Hopper GPU and a module that was built with CUDA")
-    for name in ("qwen3-30b-a3b", "qwen3-235b-a22b"):
-        shape, tokens, mesh = layer.SHAPES[name], 16384, layer.mesh_of(1)
+    if not ffi.forward_timeline():
+        sys.exit("timeline: this module was built without JAX_MEGAMOE_TIMELINE")
+    ranks = [1, 2][: jax.device_count()]
+    for name, gpus in itertools.product(("qwen3-30b-a3b", "qwen3-235b-a22b"), ranks):
+        shape, tokens, mesh = layer.SHAPES[name], 16384, layer.mesh_of(gpus)
         arguments = layer.make_arguments(mesh, shape, tokens)
         routing = layer.make_routing(mesh, shape, tokens, "random")
+        planned = planned_bytes(np.asarray(routing[0]), gpus, shape.experts, 2 * shape.hidden)
         for pass_, phases in PHASES.items():
             run = layer.layer_program(mesh, pass_, MoEConfig(implementation="ffi"))
+            head = f"{name} EP={gpus} {pass_:8s}"
             jax.block_until_ready([run(*arguments, *routing) for _ in range(_CALLS)])
-            read = ffi.forward_timeline if pass_ == "forward" else ffi.backward_timeline
-            marks = np.array(read(), np.uint64).reshape(-1, ffi.timeline_marks)
-            if not marks.size:
-                sys.exit("timeline: this module was built without JAX_MEGAMOE_TIMELINE")
+            marks = np.array(getattr(ffi, f"{pass_}_timeline")(), np.uint64)
+            marks = marks.reshape(-1, ffi.timeline_marks)
             for phase, took, spread in zip(phases, *durations(marks, len(phases)), strict=True):
-                print(f"{name} {pass_:8s} {phase:17s} {took:8.0f} us, ends within {spread:.0f} us")
+                print(f"{head} {phase:17s} {took:8.0f} us, ends within {spread:.0f} us")
+            pulled = getattr(ffi, f"{pass_}_pulled_bytes")
+            pulled()  # those of the calls before
+            jax.block_until_ready(run(*arguments, *routing))
+            rows = 1 if pass_ == "forward" else 2  # x, and dy
+            print(f"{head} read over the link {pulled()} bytes, planned {rows * planned}")
     return 0
 
 
