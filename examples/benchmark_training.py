@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training.report import final, summary
+from training.report import final, plot_losses, summary
 
 from jax_megamoe._bench import report as records
 
@@ -55,6 +55,7 @@ def arguments(argv=None) -> tuple[argparse.Namespace, list[str]]:
     add("--time-limit", type=float, default=3600, help="seconds for each process")
     add("--runs", type=Path, help="folder for the folders of the runs (a temporary one)")
     add("--out", type=Path, help="JSON file to which the records are appended")
+    add("--plot", type=Path, help="PNG of the losses of all runs")
     add("--commit", help="recorded in place of what git says")
     return parser.parse_known_args(argv)
 
@@ -121,6 +122,7 @@ def record(outcome: Outcome, software: records.Record, **fixed) -> records.Recor
             "model_tflops_per_gpu": rates["tflops_per_device"],
             "imbalance": rates["imbalance"],
             "loss": final([line["lm_loss"] for line in metrics]),
+            "losses": [round(line["lm_loss"], 4) for line in metrics],
             "peak_bytes": metrics[-1]["peak_bytes"],
         }
     return made | ({"error": outcome.error} if outcome.error else {})
@@ -169,6 +171,8 @@ def main(argv=None) -> list[records.Record]:
                     break
                 del layers[0]
     whole = [r for r in made if "error" not in r]
+    if args.plot and whole:
+        plot_losses(args.plot, {r["implementation"]: r["losses"] for r in whole})
     for other in whole[1:]:
         first = whole[0]
         print(

@@ -52,7 +52,11 @@ def test_runs_are_compared_and_appended(monkeypatch, tmp_path, capsys):
     given = runs(monkeypatch, outcomes)
     out = tmp_path / "records.json"
     out.write_text('[{"pass": "earlier"}]')
-    ffi, xla = bench.main(["--commit=abc", f"--out={out}", "--steps", "8", "--lr=1e-3"])
+    drawn = {}
+    monkeypatch.setattr(bench, "plot_losses", lambda path, losses: drawn.update({path: losses}))
+    arguments = ["--commit=abc", f"--out={out}", "--steps", "8", "--lr=1e-3"]
+    ffi, xla = bench.main([*arguments, f"--plot={tmp_path / 'losses.png'}"])
+    assert drawn == {tmp_path / "losses.png": {"ffi": [2.0] * 8, "xla": [2.5] * 8}}
     assert given == [
         ["--model=tiny", f"--implementation={name}", "--steps", "8", "--lr=1e-3"]
         for name in ("ffi", "xla")
@@ -63,12 +67,19 @@ def test_runs_are_compared_and_appended(monkeypatch, tmp_path, capsys):
         **dict(gpus=2, tokens_per_gpu=64, ms=500.0, steps=8, steps_timed=3, loss=2.0, commit="abc"),
         **dict(tokens_per_s_per_gpu=128.0, model_tflops_per_gpu=0.128, peak_bytes=2**30),
         imbalance=7.0,  # of 6, 7 and 8, the steps timed
+        losses=[2.0] * 8,
         **dict(device="cpu", options="--steps 8 --lr=1e-3", parameters=1000, precision="bf16"),
     )
     assert {name: ffi[name] for name in expected} == expected
     printed = capsys.readouterr().out.splitlines()
     assert "TFLOP/s a device, imbalance 7.00, loss 2.0000" in printed[0]
     assert printed[-1] == "loss of xla - loss of ffi = +0.50000; step time 2.00 times"
+
+
+def test_losses_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    bench.plot_losses(tmp_path / "losses.png", {"ffi": [3.0, 2.0, 1.0], "xla": [3.0, 2.1]})
+    assert (tmp_path / "losses.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_what_does_not_fit_is_tried_with_fewer_layers(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -174,4 +175,37 @@ def plot(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def plot_losses(path: Path, losses: dict[str, Sequence[float]]) -> None:
+    """Draws the losses of several runs, and how far they are from the first one's.
+
+    Args:
+      path: the PNG to write.
+      losses: of each step, in nats per token, by the name of the run.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 6), height_ratios=(2, 1), sharex=True, layout="constrained"
+    )
+    first = np.array(next(iter(losses.values())))
+    for i, (name, values) in enumerate(losses.items()):
+        colour, style = f"C{i}", ("-", "--", ":")[i % 3]
+        top.plot(values, color=colour, linestyle=style, label=f"{name}: {final(values):.4f}")
+        if i:
+            steps = min(len(first), len(values))
+            apart = np.array(values)[:steps] - first[:steps]
+            bottom.plot(apart, color=colour, linestyle=style)
+    top.set(ylabel="loss (nats per token)", title="Loss, and its mean over the last twentieth")
+    bottom.set(xlabel="step", ylabel=f"minus that of {next(iter(losses))}")
+    top.legend()
+    for axes in (top, bottom):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -20,12 +20,23 @@ static __device__ unsigned long long pulled_bytes;
 static __device__ uint64_t timeline[kTimelineCtas][kTimelineMarks];
 #endif
 
-// [CTA][mark], of the newest launch on the current device; empty in other builds.
+// Which GPU is current depends on the thread and on what it did last.
+template <class F>
+static inline void on_first_gpu(const F& f) {
+  int device = 0;
+  cudaGetDevice(&device);
+  cudaSetDevice(0);
+  f();
+  cudaSetDevice(device);
+}
+
+// [CTA][mark], of the newest launch on the first GPU; empty in other builds.
 static inline std::vector<uint64_t> copy_timeline() {
   std::vector<uint64_t> marks;
 #ifdef MEGAMOE_TIMELINE
   marks.resize(kTimelineCtas * kTimelineMarks);
-  cudaMemcpyFromSymbol(marks.data(), timeline, marks.size() * sizeof(uint64_t));
+  on_first_gpu(
+      [&] { cudaMemcpyFromSymbol(marks.data(), timeline, marks.size() * sizeof(uint64_t)); });
 #endif
   return marks;
 }
@@ -45,13 +56,15 @@ __device__ __forceinline__ void count_pulled_bytes(int32_t bytes) {
 #endif
 }
 
-// The bytes counted on the current device since the last call; 0 in other builds.
+// The bytes counted on the first GPU since the last call; 0 in other builds.
 static inline uint64_t take_pulled_bytes() {
   unsigned long long bytes = 0;
 #ifdef MEGAMOE_TIMELINE
   const unsigned long long zero = 0;
-  cudaMemcpyFromSymbol(&bytes, pulled_bytes, sizeof(bytes));
-  cudaMemcpyToSymbol(pulled_bytes, &zero, sizeof(zero));
+  on_first_gpu([&] {
+    cudaMemcpyFromSymbol(&bytes, pulled_bytes, sizeof(bytes));
+    cudaMemcpyToSymbol(pulled_bytes, &zero, sizeof(zero));
+  });
 #endif
   return bytes;
 }
