@@ -257,9 +257,12 @@ def test_wrong_meshes_are_named():
     with pytest.raises(ValueError, match=message):
         options = dict(expert_axis="expert", fsdp_axis="data", mesh=mesh)
         jax_megamoe.nnx.MoE(H + 1, I, E, K, rngs=nnx.Rngs(0), **options)
-    with pytest.raises(ValueError, match="6 experts on axis 'expert' of size 4"):
-        make(experts=6, expert_axis="expert", mesh=mesh)
-    with pytest.raises(ValueError, match="2 experts on axis 'expert' of size 4"):
-        make(experts=2, expert_axis="expert", mesh=mesh)
+    for experts in (6, 2):
+        message = f"^num_experts is {experts}; it must be a multiple of the size of expert_axis "
+        with pytest.raises(ValueError, match=message + "'expert', 4$"):
+            make(experts=experts, expert_axis="expert", mesh=mesh)
+    for score in ("relu", None, 3):
+        with pytest.raises(ValueError, match=f"^score is {score!r}; it must be 'softmax' or"):
+            make(score=score)
     with pytest.raises(ValueError, match="expert_axis is None, which is for one device"):
         make(mesh=mesh)
