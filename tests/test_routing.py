@@ -633,3 +633,9 @@ def test_bias_update_names_what_is_wrong():
         update_expert_bias(jnp.zeros(4), jnp.zeros(3, jnp.int32), 1e-3)
     with pytest.raises(TypeError, match="expert_load has dtype float32; it must be integers"):
         update_expert_bias(jnp.zeros(4), jnp.zeros(4), 1e-3)
+    for rate in (None, "x", jnp.ones(3)):
+        with pytest.raises(TypeError, match="^rate is .*; it must be a number$"):
+            update_expert_bias(jnp.zeros(4), jnp.zeros(4, jnp.int32), rate)
+    update_expert_bias(jnp.zeros(4), jnp.zeros(4, jnp.int32), jnp.float32(1e-3))
+    with pytest.raises(TypeError, match="^expert_bias has dtype bool; it must be floating"):
+        route(jnp.zeros((2, 4)), 2, expert_bias=jnp.zeros(4, bool))
