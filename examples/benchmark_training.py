@@ -146,6 +146,10 @@ def show(r: records.Record) -> str:
 def main(argv=None) -> list[records.Record]:
     """Makes the runs; returns and appends their records."""
     args, options = arguments(argv)
+    if args.plot and not args.plot.parent.is_dir():
+        sys.exit(
+            f"benchmark_training.py: plot is {args.plot}: there is no folder {args.plot.parent}"
+        )
     software = records.software(args.commit)
     layers = [int(n) for n in args.layers.split(",")] if args.layers else [None]
     found = records.read([args.out]) if args.out and args.out.exists() else []
@@ -171,14 +175,14 @@ def main(argv=None) -> list[records.Record]:
                     break
                 del layers[0]
     whole = [r for r in made if "error" not in r]
-    if args.plot and whole:
-        plot_losses(args.plot, {r["implementation"]: r["losses"] for r in whole})
     for other in whole[1:]:
         first = whole[0]
         print(
             f"loss of {other['implementation']} - loss of {first['implementation']} = "
             f"{other['loss'] - first['loss']:+.5f}; step time {other['ms'] / first['ms']:.2f} times"
         )
+    if args.plot and whole:
+        plot_losses(args.plot, {r["implementation"]: r["losses"] for r in whole})
     return made
 
 

@@ -95,7 +95,7 @@ def size(text):
 
 def picture(text):
     path, formats = Path(text), (".pdf", ".png", ".svg")
-    if path.suffix not in formats:
+    if path.suffix.lower() not in formats:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(formats)}")
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} must be a file in a folder that is there")

@@ -112,8 +112,8 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
     """Returns the mesh to use: the argument, or the one of `jax.set_mesh`.
 
     Raises:
-      ValueError: if there is no mesh, it lacks the axis, it has no devices, it is not that of
-        `jax.set_mesh` where there is one, or the call is already inside a shard_map.
+      ValueError: if there is no mesh, it lacks the axis, it has no devices, its axes are not those
+        of `jax.set_mesh` where there is one, or the call is already inside a shard_map.
       TypeError: if `mesh` is something else.
     """
     context = jax.sharding.get_abstract_mesh()

@@ -25,7 +25,7 @@ from jax_megamoe.config import MoEConfig
 _PACKAGES = ("jax_megamoe", "jax", "jaxlib", "flax", "numpy", "tokamax")
 _PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 
-# Bytes of one rank's workspace, within 0.5%. The sum is over: the rows that peers read (x, dy), the
+# Bytes of one rank's workspace, within 0.6%. The sum is over: the rows that peers read (x, dy), the
 # rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
 # between rounds, ids and weights, the routing plan, and what the GPU kernels note of each row.
 WORKSPACE_FORMULA = (

@@ -76,6 +76,12 @@ def test_runs_are_compared_and_appended(monkeypatch, tmp_path, capsys):
     assert printed[-1] == "loss of xla - loss of ffi = +0.50000; step time 2.00 times"
 
 
+def test_a_folder_for_the_picture_is_asked_for_before_anything_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("ran all the same"))
+    with pytest.raises(SystemExit, match="there is no folder .*nowhere"):
+        bench.main([f"--plot={tmp_path / 'nowhere' / 'a.png'}"])
+
+
 def test_losses_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     bench.plot_losses(tmp_path / "losses.png", {"ffi": [3.0, 2.0, 1.0], "xla": [3.0, 2.1]})

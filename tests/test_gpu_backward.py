@@ -130,7 +130,7 @@ def test_dtypes_and_scales(scale, dy_scale, x_dtype, w_dtype):
     check(fused()(inputs), inputs)
 
 
-def test_the_errors_are_close_to_those_of_xla_in_bf16():
+def test_the_errors_are_at_most_half_as_large_again_as_those_of_xla():
     inputs = make_inputs(Shape(tokens=512, hidden=512, intermediate=512), **BF16)
     want = oracle(inputs)[1:]
     xla = jax.jit(lambda i: gradients(i, config=MoEConfig(implementation="xla")))(inputs)
@@ -198,7 +198,8 @@ def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
     shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
     inputs = make_inputs(shape, routing, **BF16)
     want = fused()(inputs)
-    for capacity_rows in (128, 8192):
+    # With 256 and 384 an expert whose rows span rounds may end where another one begins.
+    for capacity_rows in (128, 256, 384, 8192):
         key, _ = ranks_on_one_gpu(shape, ranks, capacity_rows)
         _runtime.load().fill_cuda_workspace(key, 0xFF)
         poison_memory_like(*want)
@@ -253,6 +254,15 @@ def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf):
         return tuple(a.reshape((-1,) + a.shape[2:]) for a in out)
 
     return run
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 64), (448, 704), (4160, 64)])
+def test_no_bit_of_any_size_depends_on_rounds(hidden, intermediate):
+    shape = Shape(tokens=640, top_k=4, experts=16, hidden=hidden, intermediate=intermediate)
+    inputs = make_inputs(shape, "first_experts", **BF16)
+    key, _ = ranks_on_one_gpu(shape, 1, 256)
+    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    assert_same_bits(backward_ranks(shape, 1, key, 256)(inputs), fused()(inputs))
 
 
 def test_no_bit_depends_on_rounds_of_f32_gradients():

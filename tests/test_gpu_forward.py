@@ -190,10 +190,7 @@ def test_what_is_not_finite_stays_in_its_token(argument, value, config):
     inputs = make_inputs(**BF16)
     dirty = inputs._replace(**{argument: getattr(inputs, argument).at[5].set(value)})
     clean, got = (np.asarray(single(**config)(*i.args)[0], np.float32) for i in (inputs, dirty))
-    if argument == "x" and value == np.inf and config:
-        assert not np.array_equal(got[5], clean[5])  # clamped
-    else:
-        assert not np.isfinite(got[5]).any()
+    assert not np.isfinite(got[5]).any()  # clamping leaves a NaN, which infinities sum up to
     assert_same_bits(np.delete(got, 5, axis=0), np.delete(clean, 5, axis=0))
 
 
@@ -305,7 +302,7 @@ def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it(pass_):
         pytest.fail(f"hung after: {hung.stdout} {hung.stderr}")
     assert done.returncode == 0, done
     after = re.search(r"^failed after (\S+) s:", done.stdout, re.M)
-    assert 2 <= float(after[1]) < 10, done
+    assert after and 2 <= float(after[1]) < 10, done
     assert "failed again after" in done.stdout, done
     assert "rank 0 of 2 waited too long in phase 'dispatch' for rank 1" in done.stderr, done
 

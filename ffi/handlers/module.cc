@@ -298,8 +298,9 @@ NB_MODULE(_ffi, m) {
         "tokens"_a, "top_k"_a, "local_experts"_a, "hidden"_a, "intermediate"_a, "capacity_rows"_a,
         "devices"_a);
   m.def("open_cuda_workspace", open_workspace, "key"_a, "handles"_a, "names"_a, "first"_a);
-  m.def("keep_cuda_workspace", keep_cuda_workspace);
-  m.def("drop_cuda_workspace", drop_cuda_workspace);
+  using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+  m.def("keep_cuda_workspace", keep_cuda_workspace, WithoutGil());
+  m.def("drop_cuda_workspace", drop_cuda_workspace, WithoutGil());
   m.def("cuda_device_name", cuda_device_name);
   m.def("fill_cuda_workspace", [](int64_t key, int byte) {
     const std::string refusal = fill_cuda_workspace(key, byte);

@@ -557,7 +557,8 @@ struct Backward {
     push_tile(acc, shared.buffers, shared.facts, work.rows, work.n * kTileN, work.columns);
   }
 
-  // The accumulators with which the round before ended, if there was one, in place of zeros.
+  // The accumulators with which the round before ended, if there was one, in place of zeros. (If
+  // there was none, the addresses mean nothing.)
   __device__ __forceinline__ void load_carried(const Work& work, float* acc) const {
     const bool down = work.matrix == 2;
     const int rows = down ? args.intermediate : args.hidden;
@@ -661,7 +662,7 @@ struct Backward {
 };
 
 // kRounds: the call may take several rounds. (To be able to go on with accumulators took the 30B
-// layer 1% more time.)
+// backward pass about 1% more time.)
 template <bool kRounds>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardMaps maps,

@@ -66,15 +66,15 @@ struct BackwardCall : ExpertCall {
 std::string enqueue_forward(const ForwardCall& call, cudaStream_t stream);
 std::string enqueue_backward(const BackwardCall& call, cudaStream_t stream);
 
-// When each CTA of the newest launch on the current device began and ended its phases, in
+// When each CTA of the pass's newest launch on the first GPU began and ended its phases, in
 // nanoseconds, [CTA][kTimelineMarks]; empty where the build keeps none. See timeline.cuh.
 constexpr int kTimelineMarks = 8;
 std::vector<uint64_t> forward_timeline();
-// Bytes that the forward kernels of the current device have read from other ranks since this was
-// last asked; 0 where the build does not count them.
+std::vector<uint64_t> backward_timeline();
+// Bytes that the pass's kernels on the first GPU have read from other ranks since this was last
+// asked; 0 where the build does not count them.
 uint64_t forward_pulled_bytes();
 uint64_t backward_pulled_bytes();
-std::vector<uint64_t> backward_timeline();
 
 // Loads every kernel on the current device, so that no first use waits while a peer spins.
 std::string load_kernels();

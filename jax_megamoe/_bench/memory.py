@@ -120,7 +120,7 @@ def _in_a_process(*arguments):
 
 
 def _observe_or_say_why_not(*arguments):
-    # What JAX took beforehand the workspace could not have.
+    # What JAX took beforehand the workspace could not have. Who sets it otherwise is obeyed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         return observe(*arguments)

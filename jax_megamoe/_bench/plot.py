@@ -38,6 +38,8 @@ def check_path(path: pathlib.Path) -> None:
     """
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError("it is a folder")
     formats = FigureCanvasBase.filetypes
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ValueError(
