@@ -146,10 +146,13 @@ def show(r: records.Record) -> str:
 def main(argv=None) -> list[records.Record]:
     """Makes the runs; returns and appends their records."""
     args, options = arguments(argv)
-    if args.plot and not args.plot.parent.is_dir():
-        sys.exit(
-            f"benchmark_training.py: plot is {args.plot}: there is no folder {args.plot.parent}"
-        )
+    if args.plot:
+        from jax_megamoe._bench import plot
+
+        try:
+            plot.check_path(args.plot)
+        except ValueError as error:
+            sys.exit(f"benchmark_training.py: plot is {args.plot}: {error}")
     software = records.software(args.commit)
     layers = [int(n) for n in args.layers.split(",")] if args.layers else [None]
     found = records.read([args.out]) if args.out and args.out.exists() else []

@@ -92,23 +92,16 @@ class Layer:
             )
         if self.expert_axis is not None:
             mesh = _mesh.resolve(self.mesh, self.expert_axis)
-            ranks = mesh.shape[self.expert_axis]
-            if self.num_experts % ranks:
-                raise ValueError(
-                    f"num_experts is {self.num_experts}; it must be a multiple of the size of "
-                    f"expert_axis {self.expert_axis!r}, {ranks}"
-                )
+            experts = self.num_experts
+            _mesh.check_divides("num_experts", experts, "expert_axis", self.expert_axis, mesh)
             _mesh.check_axes("token_axes", self.token_axes or (), mesh)
             _mesh.check_axes("fsdp_axis", [self.fsdp_axis] if self.fsdp_axis else [], mesh)
             if self.fsdp_axis == self.expert_axis:
                 raise ValueError(
                     f"fsdp_axis is {self.fsdp_axis!r}, which is expert_axis; it must be another"
                 )
-            if self.fsdp_axis and hidden % mesh.shape[self.fsdp_axis]:
-                raise ValueError(
-                    f"hidden is {hidden}; it must be a multiple of the size of fsdp_axis "
-                    f"{self.fsdp_axis!r}, {mesh.shape[self.fsdp_axis]}"
-                )
+            if self.fsdp_axis:
+                _mesh.check_divides("hidden", hidden, "fsdp_axis", self.fsdp_axis, mesh)
         elif self.mesh is not None or self.token_axes is not None or self.fsdp_axis is not None:
             raise ValueError(
                 "expert_axis is None, which is for one device; with mesh, token_axes or fsdp_axis "

@@ -155,6 +155,15 @@ def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:
         raise ValueError(f"{argument} is {tuple(axes)}; an axis may be named only once")
 
 
+def check_divides(name: str, value: int, argument: str, axis: str, mesh: Mesh) -> None:
+    """Checks that the size of the axis that `argument` names divides a size of the layer."""
+    size = mesh.shape[axis]
+    if value % size:
+        raise ValueError(
+            f"{name} is {value}; it must be a multiple of the size of {argument} {axis!r}, {size}"
+        )
+
+
 def token_spec(
     mesh: Mesh, shape: tuple[int, ...], token_axes: tuple[str, ...]
 ) -> PartitionSpec | None:

@@ -22,10 +22,9 @@ import jax
 
 from jax_megamoe._bench import core, layer, report, timing
 from jax_megamoe._bench.arguments import counts, list_of
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import PRECISIONS, MoEConfig
 
 _PROGRAM = "python -m jax_megamoe.bench"
-_PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("ffi", "xla")
 _PEER = "torch"
 _PEER_TIMEOUT_S = 300
@@ -45,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         records = report.read(options.read or appended)
         if options.read or options.plot:
             report.check(report.of_layers(records))
+        if options.out and not options.read:
+            report.write(options.out, records)
     except ValueError as error:
         sys.exit(f"{_PROGRAM}: {error}")
     if options.read:
@@ -55,11 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(report.table(records))
     else:
         earlier = len(records)
-        if options.out:
-            try:
-                report.write(options.out, records)
-            except OSError as error:
-                sys.exit(f"{_PROGRAM}: out is {options.out}: {error}")
         started = time.perf_counter()
         environment = report.environment(options.commit) | dict(turn_ms=options.turn_ms)
         for record in _measure(options, environment):
@@ -265,9 +261,9 @@ def _parse(arguments):
     a_list("--routings", layer.ROUTINGS, layer.ROUTINGS, ", ".join(layer.ROUTINGS))
     add(
         "--precisions",
-        type=list_of(_PRECISIONS),
+        type=list_of(PRECISIONS),
         default=("bf16",),
-        help=", ".join(_PRECISIONS) + " (default: bf16)",
+        help=", ".join(PRECISIONS) + " (default: bf16)",
     )
     add(
         "--gpus",

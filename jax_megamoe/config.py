@@ -9,7 +9,7 @@ from typing import Literal
 Precision = Literal["bf16", "fp8", "mxfp8", "fp8_bwd"]
 Implementation = Literal["auto", "ffi", "xla"]
 
-_PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
+PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 _IMPLEMENTATIONS = ("auto", "ffi", "xla")
 _WGRAD_PRECISIONS = ("bf16", "fp8")
 _MAX_CAPACITY_FACTOR = 1e9  # beyond any number of ranks, which is the most that is of use
@@ -58,7 +58,7 @@ class MoEConfig:
     wgrad_precision: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self):
-        _one_of("precision", self.precision, _PRECISIONS)
+        _one_of("precision", self.precision, PRECISIONS)
         _one_of("implementation", self.implementation, _IMPLEMENTATIONS)
         _one_of("wgrad_precision", self.wgrad_precision, _WGRAD_PRECISIONS)
         _positive("capacity_factor", self.capacity_factor, _MAX_CAPACITY_FACTOR)

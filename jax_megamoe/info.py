@@ -20,10 +20,9 @@ from typing import NamedTuple
 import jax
 
 from jax_megamoe import _grouped, _implementation, _mesh, _runtime, _workspace
-from jax_megamoe.config import MoEConfig
+from jax_megamoe.config import PRECISIONS, MoEConfig
 
 _PACKAGES = ("jax_megamoe", "jax", "jaxlib", "flax", "numpy", "tokamax")
-_PRECISIONS = ("bf16", "fp8", "mxfp8", "fp8_bwd")
 
 # Bytes of one rank's workspace, within 0.6%. The sum is over: the rows that peers read (x, dy), the
 # rows that they return (y or dx), the pools of the routed rows, the weight gradients carried
@@ -118,7 +117,7 @@ def _why_not_loop(backend):
 
 def precisions() -> dict[str, tuple[str, ...]]:
     """Returns the implementations that have each precision on this machine."""
-    return {p: tuple(i for i in ("ffi", "xla") if _runs(i, p)) for p in _PRECISIONS}
+    return {p: tuple(i for i in ("ffi", "xla") if _runs(i, p)) for p in PRECISIONS}
 
 
 def _runs(implementation, precision):

@@ -321,10 +321,10 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 def test_timeline_plans_each_token_of_the_others_once():
     # Ranks 0 and 1 have experts 0 to 3 and 4 to 7; rank 1's tokens are the last three.
     ids = np.array([[5, 6], [4, 5], [3, 0], [4, 5], [7, 2], [-1, 9]])
-    assert timeline.planned_bytes(ids, 2, 8, 128) == 1 * 128
-    assert timeline.planned_bytes(ids[:, ::-1], 2, 8, 128) == 1 * 128
-    assert timeline.planned_bytes(np.array([[0], [0], [1], [-1]]), 2, 8, 128) == 128
-    assert timeline.planned_bytes(ids, 1, 8, 128) == 0
+    assert timeline.pulled_tokens(ids, 2, 8).tolist() == [1, 2]
+    assert timeline.pulled_tokens(ids[:, ::-1], 2, 8).tolist() == [1, 2]
+    assert timeline.pulled_tokens(np.array([[0], [0], [1], [-1]]), 2, 8).tolist() == [1, 0]
+    assert timeline.pulled_tokens(ids, 1, 8).tolist() == [0]
 
 
 def test_timeline_gives_the_phases_between_marks():

@@ -24,16 +24,18 @@ from cases import (
 )
 from jax.sharding import PartitionSpec as P
 from test_gpu_forward import (
+    ALL_SIZES,
     BF16,
     ODD_SIZES,
     QWEN3_LAYERS,
     bytes_pulled,
+    poisoned_ranks,
     rank_attributes,
     ranks_on_one_gpu,
-    tokens_to_pull,
 )
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
+from jax_megamoe._bench.timeline import pulled_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -98,12 +100,11 @@ def test_odd_sizes_are_the_oracles(hidden, intermediate, w_dtype):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize(("hidden", "intermediate"), [*ODD_SIZES, (2048, 768), (4096, 1536)])
+@pytest.mark.parametrize(("hidden", "intermediate"), ALL_SIZES)
 def test_bits_of_all_sizes_do_not_depend_on_ranks(hidden, intermediate, ranks):
     shape = Shape(tokens=320, hidden=hidden, intermediate=intermediate)
     inputs = make_inputs(shape, **BF16)
-    key, _ = ranks_on_one_gpu(shape, ranks, 1024)
-    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    key, _ = poisoned_ranks(shape, ranks, 1024)
     assert_same_bits(backward_ranks(shape, ranks, key, 1024)(inputs), fused()(inputs))
 
 
@@ -200,8 +201,7 @@ def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
     want = fused()(inputs)
     # With 256 and 384 an expert whose rows span rounds may end where another one begins.
     for capacity_rows in (128, 256, 384, 8192):
-        key, _ = ranks_on_one_gpu(shape, ranks, capacity_rows)
-        _runtime.load().fill_cuda_workspace(key, 0xFF)
+        key, _ = poisoned_ranks(shape, ranks, capacity_rows)
         poison_memory_like(*want)
         assert_same_bits(backward_ranks(shape, ranks, key, capacity_rows)(inputs), want)
 
@@ -213,7 +213,8 @@ def test_the_link_carries_each_token_and_its_gradient_once(routing):
     key, _ = ranks_on_one_gpu(shape, ranks, 8192)
     run = backward_ranks(shape, ranks, key, 8192)
     pulled = bytes_pulled(_runtime.load().backward_pulled_bytes, lambda: run(inputs))
-    assert pulled == 2 * tokens_to_pull(inputs.expert_ids, ranks, shape.experts) * shape.hidden * 2
+    tokens = pulled_tokens(np.asarray(inputs.expert_ids), ranks, shape.experts).sum()
+    assert pulled == 2 * tokens * shape.hidden * 2
 
 
 @pytest.mark.parametrize("capacity_rows", [256, 8192])
@@ -225,8 +226,7 @@ def test_every_number_of_rows_whatever_lies_behind_them(intermediate, config, ca
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(16), counts))[:, None]
     shape = Shape(len(ids), top_k=1, experts=16, hidden=128, intermediate=intermediate)
     inputs = make_inputs(shape, **BF16)._replace(expert_ids=jnp.asarray(ids, jnp.int32))
-    key, _ = ranks_on_one_gpu(shape, 1, capacity_rows)
-    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    key, _ = poisoned_ranks(shape, 1, capacity_rows)
     check(backward_ranks(shape, 1, key, capacity_rows, **config)(inputs), inputs, **config)
 
 
@@ -260,8 +260,7 @@ def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf):
 def test_no_bit_of_any_size_depends_on_rounds(hidden, intermediate):
     shape = Shape(tokens=640, top_k=4, experts=16, hidden=hidden, intermediate=intermediate)
     inputs = make_inputs(shape, "first_experts", **BF16)
-    key, _ = ranks_on_one_gpu(shape, 1, 256)
-    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    key, _ = poisoned_ranks(shape, 1, 256)
     assert_same_bits(backward_ranks(shape, 1, key, 256)(inputs), fused()(inputs))
 
 

@@ -32,6 +32,7 @@ from cases import (
 )
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
+from jax_megamoe._bench.timeline import pulled_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +44,7 @@ QWEN3_LAYERS = [(2048, 768, 128), (4096, 1536, 32)]
 # H and I: the least; no multiples of a tile; rows that are pulled in two pieces, and in three
 # uneven ones; H < I.
 ODD_SIZES = [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
+ALL_SIZES = [*ODD_SIZES, *(layer[:2] for layer in QWEN3_LAYERS)]
 _keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
 
 
@@ -110,6 +112,13 @@ def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
     return key, run
 
 
+def poisoned_ranks(shape, ranks, capacity_rows):
+    """The same, once the workspace is filled with NaN."""
+    key, run = ranks_on_one_gpu(shape, ranks, capacity_rows)
+    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    return key, run
+
+
 def check_forward(y, inputs, tolerance=1e-2):
     want = oracle(inputs)
     assert y.dtype == inputs.x.dtype
@@ -146,12 +155,11 @@ def test_odd_sizes_are_the_oracles(hidden, intermediate):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize(("hidden", "intermediate"), [*ODD_SIZES, (2048, 768), (4096, 1536)])
+@pytest.mark.parametrize(("hidden", "intermediate"), ALL_SIZES)
 def test_bits_of_all_sizes_do_not_depend_on_ranks(hidden, intermediate, ranks):
     shape = Shape(tokens=320, hidden=hidden, intermediate=intermediate)
     inputs = make_inputs(shape, **BF16)
-    key, run = ranks_on_one_gpu(shape, ranks, 1024)
-    _runtime.load().fill_cuda_workspace(key, 0xFF)
+    key, run = poisoned_ranks(shape, ranks, 1024)
     assert_same_bits(run(*inputs.args)[0], single()(*inputs.args)[0])
 
 
@@ -210,8 +218,7 @@ def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
     inputs = make_inputs(shape, routing, **BF16)
     want, want_stats = single()(*inputs.args)
     for capacity_rows in (128, 1024, 8192):
-        key, run = ranks_on_one_gpu(shape, ranks, capacity_rows)
-        _runtime.load().fill_cuda_workspace(key, 0xFF)
+        key, run = poisoned_ranks(shape, ranks, capacity_rows)
         y, load, counters = run(*inputs.args)
         assert_same_bits(y, want)
         np.testing.assert_array_equal(load, want_stats.expert_load)
@@ -445,7 +452,8 @@ def test_the_link_carries_each_token_once(routing):
     inputs = make_inputs(shape, routing, **BF16)
     _, run = ranks_on_one_gpu(shape, ranks, 8192)
     pulled = bytes_pulled(_runtime.load().forward_pulled_bytes, lambda: run(*inputs.args))
-    assert pulled == tokens_to_pull(inputs.expert_ids, ranks, shape.experts) * shape.hidden * 2
+    tokens = pulled_tokens(np.asarray(inputs.expert_ids), ranks, shape.experts).sum()
+    assert pulled == tokens * shape.hidden * 2
 
 
 def bytes_pulled(count, run):
@@ -455,11 +463,3 @@ def bytes_pulled(count, run):
     count()
     jax.block_until_ready(run())
     return count()
-
-
-def tokens_to_pull(expert_ids, ranks, experts):
-    """Tokens that other ranks than their home serve, counted for each such rank."""
-    ids, local = np.asarray(expert_ids), experts // ranks
-    home = np.arange(len(ids)) // (len(ids) // ranks)
-    served = [((ids >= local * r) & (ids < local * (r + 1))).any(1) for r in range(ranks)]
-    return sum((goes_there & (home != r)).sum() for r, goes_there in enumerate(served))

@@ -82,13 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         records = report.read([options.out]) if options.out and options.out.exists() else []
+        if options.out:
+            report.write(options.out, records)
     except ValueError as error:
         sys.exit(f"{_PROGRAM}: {error}")
-    if options.out:
-        try:
-            report.write(options.out, records)
-        except OSError as error:
-            sys.exit(f"{_PROGRAM}: out is {options.out}: {error}")
     earlier, software = len(records), report.software(options.commit)
     for name, gpus, pass_, implementation in itertools.product(
         options.shapes, options.gpus, options.passes, options.implementations

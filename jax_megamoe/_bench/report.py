@@ -15,13 +15,14 @@ from typing import Any
 import jax
 
 from jax_megamoe._bench import core, layer, timing
+from jax_megamoe.config import PRECISIONS
 
 Record = dict[str, Any]
 
 # What there is of each key, and the types of others.
 _NAMES = {
     "implementation": ("ffi", "xla", "torch"),
-    "precision": ("bf16", "fp8", "mxfp8", "fp8_bwd"),
+    "precision": PRECISIONS,
     "pass": (*layer.PASSES, "matrix_core"),
 }
 _KINDS = (
@@ -116,9 +117,16 @@ def check(records: Sequence[Record]) -> None:
 
 
 def write(path: pathlib.Path, records: Sequence[Record]) -> None:
-    """Replaces the file by these records, one a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    """Replaces the file by these records, one a line.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    except OSError as error:
+        raise ValueError(f"out is {path}: {error}") from error
 
 
 def turn_ms(record: Record) -> int:

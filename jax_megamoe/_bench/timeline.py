@@ -36,18 +36,17 @@ def durations(marks: np.ndarray, phases: int) -> tuple[np.ndarray, np.ndarray]:
     return np.diff(ends) / 1e3, (marks.max(0) - marks.min(0))[1:] / 1e3
 
 
-def planned_bytes(expert_ids: np.ndarray, ranks: int, experts: int, row_bytes: int) -> int:
-    """Returns the bytes that rank 0 reads from others: each token that it serves, once.
+def pulled_tokens(expert_ids: np.ndarray, ranks: int, experts: int) -> np.ndarray:
+    """Returns, of each rank, how many tokens of others it serves: it reads each of them once.
 
     Args:
       expert_ids: int [ranks * tokens, K], those of rank 0 first.
       ranks: size of the expert axis.
       experts: in all.
-      row_bytes: of a token.
     """
-    others = expert_ids[len(expert_ids) // ranks :]
-    served = (others >= 0) & (others < experts // ranks)
-    return int(served.any(axis=1).sum()) * row_bytes
+    home = np.arange(len(expert_ids)) // (len(expert_ids) // ranks)
+    server = np.where(expert_ids >= 0, expert_ids // (experts // ranks), -1)
+    return np.array([((server == r).any(axis=1) & (home != r)).sum() for r in range(ranks)])
 
 
 def main() -> int:
@@ -67,7 +66,7 @@ def main() -> int:
         shape, tokens, mesh = layer.SHAPES[name], 16384, layer.mesh_of(gpus)
         arguments = layer.make_arguments(mesh, shape, tokens)
         routing = layer.make_routing(mesh, shape, tokens, "random")
-        planned = planned_bytes(np.asarray(routing[0]), gpus, shape.experts, 2 * shape.hidden)
+        tokens_read = pulled_tokens(np.asarray(routing[0]), gpus, shape.experts)[0]
         for pass_, phases in PHASES.items():
             run = layer.layer_program(mesh, pass_, MoEConfig(implementation="ffi"))
             head = f"{name} EP={gpus} {pass_:8s}"
@@ -79,8 +78,9 @@ def main() -> int:
             pulled = getattr(ffi, f"{pass_}_pulled_bytes")
             pulled()  # those of the calls before
             jax.block_until_ready(run(*arguments, *routing))
-            rows = 1 if pass_ == "forward" else 2  # x, and dy
-            print(f"{head} read over the link {pulled()} bytes, planned {rows * planned}")
+            rows = tokens_read * (1 if pass_ == "forward" else 2)  # of x, and of dy
+            planned = rows * 2 * shape.hidden
+            print(f"{head} read over the link {pulled()} bytes, planned {planned}")
     return 0
 
 
