@@ -26,11 +26,14 @@ from jax.sharding import PartitionSpec as P
 from test_gpu_forward import (
     ALL_SIZES,
     BF16,
+    GROUPS,
     ODD_SIZES,
     QWEN3_LAYERS,
     bytes_pulled,
+    places,
     poisoned_ranks,
     rank_attributes,
+    rank_operands,
     ranks_on_one_gpu,
 )
 
@@ -230,30 +233,52 @@ def test_every_number_of_rows_whatever_lies_behind_them(intermediate, config, ca
     check(backward_ranks(shape, 1, key, capacity_rows, **config)(inputs), inputs, **config)
 
 
-def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf):
-    tokens, local = shape.tokens // ranks, shape.experts // ranks
-    place = jnp.stack([jnp.zeros(ranks, jnp.int32), jnp.arange(ranks, dtype=jnp.int32)], 1)
+def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf, groups=1):
+    """The jitted gradients of what `ranks_on_one_gpu` computes.
+
+    Those of the weights are [ranks * groups * (E / ranks), ...], each group's in its own places.
+    """
+    tokens, local = shape.tokens // (ranks * groups), shape.experts // ranks
     h, i = shape.hidden, shape.intermediate
     bf16 = jnp.bfloat16
     results = (
-        jax.ShapeDtypeStruct((ranks, tokens, h), bf16),
-        jax.ShapeDtypeStruct((ranks, tokens, shape.top_k), jnp.float32),
-        jax.ShapeDtypeStruct((ranks, local, h, i), bf16),
-        jax.ShapeDtypeStruct((ranks, local, h, i), bf16),
-        jax.ShapeDtypeStruct((ranks, local, i, h), bf16),
+        jax.ShapeDtypeStruct((ranks * groups, tokens, h), bf16),
+        jax.ShapeDtypeStruct((ranks * groups, tokens, shape.top_k), jnp.float32),
+        jax.ShapeDtypeStruct((ranks * groups, local, h, i), bf16),
+        jax.ShapeDtypeStruct((ranks * groups, local, h, i), bf16),
+        jax.ShapeDtypeStruct((ranks * groups, local, i, h), bf16),
     )
 
     @jax.jit
     def run(inputs):
-        split = [a.reshape((ranks, -1) + a.shape[1:]) for a in (*inputs.args, inputs.dy)]
         out = jax.ffi.ffi_call("jax_megamoe_backward_ranks", results)(
-            *split,
-            place,
+            *rank_operands(inputs.args, ranks, groups),
+            inputs.dy.reshape(ranks * groups, tokens, h),
+            places(ranks, groups),
             **rank_attributes(key, ranks, capacity_rows, swiglu_limit),
         )
         return tuple(a.reshape((-1,) + a.shape[2:]) for a in out)
 
     return run
+
+
+@pytest.mark.parametrize(("groups", "ranks"), GROUPS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_groups_of_ranks_keep_to_themselves(routing, groups, ranks):
+    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
+    inputs = make_inputs(shape, routing, **BF16)
+    dx, d_expert_weights, *_ = fused()(inputs)
+    tokens = np.arange(shape.tokens).reshape(ranks, groups, -1)
+    alone = [fused()(tokens_of(inputs, tokens[:, g].ravel()))[2:] for g in range(groups)]
+    for capacity_rows in (128, 8192):
+        key, _ = poisoned_ranks(shape, ranks, capacity_rows, groups)
+        poison_memory_like(*alone[0])
+        got = backward_ranks(shape, ranks, key, capacity_rows, groups=groups)(inputs)
+        assert_same_bits(got[:2], (dx, d_expert_weights))
+        for a, *want in zip(got[2:], *alone, strict=True):
+            a = np.asarray(a).reshape((ranks, groups, -1) + a.shape[1:])
+            for g in range(groups):
+                assert_same_bits(a[:, g].reshape(want[g].shape), want[g])
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(64, 64), (448, 704), (4160, 64)])

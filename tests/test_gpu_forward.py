@@ -45,6 +45,7 @@ QWEN3_LAYERS = [(2048, 768, 128), (4096, 1536, 32)]
 # uneven ones; H < I.
 ODD_SIZES = [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
 ALL_SIZES = [*ODD_SIZES, *(layer[:2] for layer in QWEN3_LAYERS)]
+GROUPS = [(2, 2), (2, 4), (4, 2), (4, 1)]  # how many, and the ranks of each
 _keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
 
 
@@ -76,11 +77,15 @@ def rank_attributes(key, ranks, capacity_rows, swiglu_limit=np.inf):
 
 
 @functools.cache
-def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
-    """(workspace key, jitted operation on [ranks, ...] operands), all on the first GPU."""
+def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int, groups: int = 1):
+    """(workspace key, jitted operation on the operands of `shape`), all on the first GPU.
+
+    The tokens are split over the ranks of all groups. Each group has all experts, split over its
+    ranks.
+    """
     key = next(_keys)
     local = shape.experts // ranks
-    tokens = shape.tokens // ranks
+    tokens = shape.tokens // (groups * ranks)
     _runtime.load().register_cuda_workspace(
         key,
         ranks=ranks,
@@ -90,21 +95,19 @@ def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
         hidden=shape.hidden,
         intermediate=shape.intermediate,
         capacity_rows=capacity_rows,
-        devices=[0] * ranks,
+        devices=[0] * (groups * ranks),
     )
-    place = jnp.stack([jnp.zeros(ranks, jnp.int32), jnp.arange(ranks, dtype=jnp.int32)], 1)
     results = (
-        jax.ShapeDtypeStruct((ranks, tokens, shape.hidden), jnp.bfloat16),
-        jax.ShapeDtypeStruct((ranks, local), jnp.int32),
-        jax.ShapeDtypeStruct((ranks, 2), jnp.int32),
+        jax.ShapeDtypeStruct((groups * ranks, tokens, shape.hidden), jnp.bfloat16),
+        jax.ShapeDtypeStruct((groups * ranks, local), jnp.int32),
+        jax.ShapeDtypeStruct((groups * ranks, 2), jnp.int32),
     )
 
     @jax.jit
     def run(*args):
-        split = [a.reshape((ranks, -1) + a.shape[1:]) for a in args]
         y, load, counters = jax.ffi.ffi_call("jax_megamoe_forward_ranks", results)(
-            *split,
-            place,
+            *rank_operands(args, ranks, groups),
+            places(ranks, groups),
             **rank_attributes(key, ranks, capacity_rows),
         )
         return y.reshape(-1, shape.hidden), load.reshape(-1), counters
@@ -112,9 +115,22 @@ def ranks_on_one_gpu(shape: Shape, ranks: int, capacity_rows: int):
     return key, run
 
 
-def poisoned_ranks(shape, ranks, capacity_rows):
+def places(ranks, groups):
+    """int32 [ranks * groups, 2], the group and the rank of each: neighbours are of other groups."""
+    rank, group = np.indices((ranks, groups)).reshape(2, -1)
+    return jnp.asarray(np.stack([group, rank], 1), jnp.int32)
+
+
+def rank_operands(args, ranks, groups):
+    """Those of the operation, cut into what each of `places` has."""
+    tokens = [a.reshape((ranks * groups, -1) + a.shape[1:]) for a in args[:3]]
+    weights = [w.reshape((ranks, -1) + w.shape[1:]).repeat(groups, 0) for w in args[3:]]
+    return (*tokens, *weights)
+
+
+def poisoned_ranks(shape, ranks, capacity_rows, groups=1):
     """The same, once the workspace is filled with NaN."""
-    key, run = ranks_on_one_gpu(shape, ranks, capacity_rows)
+    key, run = ranks_on_one_gpu(shape, ranks, capacity_rows, groups)
     _runtime.load().fill_cuda_workspace(key, 0xFF)
     return key, run
 
@@ -224,6 +240,22 @@ def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
         np.testing.assert_array_equal(load, want_stats.expert_load)
         tiles = -(-np.asarray(load).reshape(ranks, -1) // 128).sum(axis=1)
         np.testing.assert_array_equal(counters[:, 1], -(-tiles * 128 // capacity_rows))
+
+
+@pytest.mark.parametrize(("groups", "ranks"), GROUPS)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_groups_of_ranks_keep_to_themselves(routing, groups, ranks):
+    """A mesh of data x experts; the groups may need different numbers of rounds."""
+    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
+    inputs = make_inputs(shape, routing, **BF16)
+    want, want_stats = single()(*inputs.args)
+    for capacity_rows in (128, 8192):
+        _, run = poisoned_ranks(shape, ranks, capacity_rows, groups)
+        for _ in range(3):
+            y, load, _ = run(*inputs.args)
+            assert_same_bits(y, want)
+        load = np.asarray(load).reshape(ranks, groups, -1).sum(1).ravel()
+        np.testing.assert_array_equal(load, want_stats.expert_load)
 
 
 def test_fifty_calls_give_the_same_bits_and_counts_may_change_between_calls():

@@ -26,8 +26,8 @@ struct Operands {
   ffi::AnyBuffer x, expert_ids, expert_weights, w_gate, w_up, w_down, place;
 };
 
-// Cuts buffers into the slices of several ranks on one GPU: there each has a leading rank
-// dimension.
+// Cuts buffers into the slices of several ranks on one GPU: there each has a leading dimension for
+// the ranks of all groups.
 struct Slice {
   int index = 0, count = 1;
 
@@ -57,8 +57,7 @@ void set_operands(ExpertCall& call, const CallAttributes& attributes,
 // Checks element types and counts against what the workspace was made for.
 class Checker {
  public:
-  Checker(const CallAttributes& attributes, const CudaWorkspace* workspace, int slices)
-      : slices_(slices) {
+  Checker(const CallAttributes& attributes, const CudaWorkspace* workspace, bool ranks_on_one_gpu) {
     if (workspace == nullptr) {
       error_ = ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                           "the workspace does not exist in this process; it is made when the "
@@ -66,6 +65,7 @@ class Checker {
                           "another process compiled");
       return;
     }
+    if (ranks_on_one_gpu) slices_ = static_cast<int>(workspace->block.size());
     const PlanShape& plan = workspace->shape.plan;
     require(attributes.precision == "bf16" && attributes.ranks == plan.ranks &&
             attributes.capacity_rows == plan.capacity_rows);
@@ -107,7 +107,7 @@ class Checker {
     }
   }
 
-  const int slices_;
+  int slices_ = 1;
   int64_t rows_ = 0, slots_ = 0, weights_ = 0, experts_ = 0;
   ffi::Error error_ = ffi::Error::Success();
 };
@@ -127,8 +127,8 @@ ffi::Error run_on_device(const CudaWorkspace& workspace, int32_t device, cudaStr
   return as_error(enqueue(self, Slice{}, stream));
 }
 
-// Enqueues the calls of all ranks of a group on one GPU, each on a stream of its own: how larger
-// groups are tested than there are GPUs.
+// Enqueues the calls of all ranks, of one group or of several, on one GPU, each on a stream of its
+// own: how more ranks are tested than there are GPUs.
 template <class Enqueue>
 ffi::Error run_ranks(const CudaWorkspace& workspace, cudaStream_t stream, const Enqueue& enqueue) {
   cudaEvent_t event;
@@ -150,7 +150,7 @@ ffi::Error run_ranks(const CudaWorkspace& workspace, cudaStream_t stream, const 
   return as_error(error);
 }
 
-// Runs `enqueue` on the device's rank, or, with a leading rank dimension, on all ranks.
+// Runs `enqueue` on the device's rank, or, where operands have a leading dimension for it, on all.
 template <bool kRanksOnOneGpu, class Enqueue>
 ffi::Error run(const CudaWorkspace& workspace, int32_t device, cudaStream_t stream,
                const Enqueue& enqueue) {
@@ -166,7 +166,7 @@ ffi::Error forward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, ffi::A
                    CallAttributes attributes) {
   const Operands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
-  Checker check(attributes, workspace, kRanksOnOneGpu ? static_cast<int>(attributes.ranks) : 1);
+  Checker check(attributes, workspace, kRanksOnOneGpu);
   check.operands(in);
   check.rows(*y);
   check.stats(*expert_load, *counters);
@@ -193,7 +193,7 @@ ffi::Error backward(cudaStream_t stream, int32_t device, ffi::AnyBuffer x,
                     ffi::Result<ffi::AnyBuffer> dw_down, CallAttributes attributes) {
   const Operands in{x, expert_ids, expert_weights, w_gate, w_up, w_down, place};
   const CudaWorkspace* workspace = find_cuda_workspace(attributes.workspace);
-  Checker check(attributes, workspace, kRanksOnOneGpu ? static_cast<int>(attributes.ranks) : 1);
+  Checker check(attributes, workspace, kRanksOnOneGpu);
   check.operands(in);
   check.bf16_rows(dy);
   check.rows(*dx);
