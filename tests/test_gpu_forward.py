@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
-import subprocess
-import sys
 import textwrap
 
 import jax
@@ -28,6 +25,7 @@ from cases import (
     poison_memory_like,
     relative_error,
     results_of,
+    run_processes,
     sharded,
 )
 
@@ -298,10 +296,10 @@ def test_gradients_are_the_oracles():
     assert_close(got, oracle(inputs), 1e-2)
 
 
-@pytest.mark.parametrize("pass_", ["forward", "backward"])
-def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it(pass_):
+def test_peers_that_never_arrive_end_in_errors_that_name_them(tmp_path):
+    """Three processes a pass share the GPU and stop at once: none may miss that it did."""
     program = f"""
-        import time, jax, jax.numpy as jnp, numpy as np
+        import pathlib, sys, time, jax, jax.numpy as jnp, numpy as np
         from jax_megamoe import _runtime
         ffi = _runtime.load()
         sizes = dict(ranks=2, tokens=8, top_k=1, local_experts=1, hidden=64, intermediate=64)
@@ -309,18 +307,23 @@ def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it(pass_):
         x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((1, 64, 64), jnp.bfloat16)
         ids, weights = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
         place = jnp.zeros(2, jnp.int32)
-        if "{pass_}" == "forward":
+        pass_, number = sys.argv[1:]
+        if pass_ == "forward":
             args = (x, ids, weights, w, w, w, place)
             results = (x, jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32))
         else:
             args = (x, ids, weights, w, w, w, x, place)
             results = (x, weights, w, w, w)
         results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results]
-        call = jax.ffi.ffi_call("jax_megamoe_{pass_}", results)
+        call = jax.ffi.ffi_call(f"jax_megamoe_{{pass_}}", results)
         run = jax.jit(lambda *a: call(
             *a, workspace=np.int64(7), ranks=np.int64(2), capacity_rows=np.int64(256),
             precision="bf16", wgrad_precision="bf16", swiglu_limit=np.float32(np.inf),
             timeout_s=np.float32(2), reserved_sms=np.int64(0))).lower(*args).compile()
+        ready = pathlib.Path({str(tmp_path)!r})
+        (ready / number).touch()
+        while len(list(ready.iterdir())) < 6:
+            time.sleep(0.01)
         start = time.perf_counter()
         for name in ("failed", "failed again"):
             try:
@@ -329,21 +332,17 @@ def test_a_peer_that_never_arrives_ends_in_an_error_that_names_it(pass_):
                 print(f"{{name}} after {{time.perf_counter() - start:.1f}} s:", error)
             time.sleep(1)  # the message is printed by a thread
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(program)],
-            capture_output=True,
-            text=True,
-            timeout=90,
-            env=os.environ | {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        )
-    except subprocess.TimeoutExpired as hung:
-        pytest.fail(f"hung after: {hung.stdout} {hung.stderr}")
-    assert done.returncode == 0, done
-    after = re.search(r"^failed after (\S+) s:", done.stdout, re.M)
-    assert after and 2 <= float(after[1]) < 10, done
-    assert "failed again after" in done.stdout, done
-    assert "rank 0 of 2 waited too long in phase 'dispatch' for rank 1" in done.stderr, done
+    outputs = run_processes(
+        lambda _, i: ["-c", textwrap.dedent(program), ("forward", "backward")[i % 2], str(i)],
+        timeout=90,
+        env=lambda _: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        count=6,
+    )
+    for output in outputs:
+        after = re.search(r"^failed after (\S+) s:", output, re.M)
+        assert after and 2 <= float(after[1]) < 10, output
+        assert "failed again after" in output
+        assert "rank 0 of 2 waited too long in phase 'dispatch' for rank 1" in output
 
 
 PRODUCTS = ("gate_up", "down", "down_grad", "input_grad", "weight_grad")

@@ -6,7 +6,7 @@ import os
 import pathlib
 
 import pytest
-from cases import run_two_processes
+from cases import run_processes
 
 pytestmark = pytest.mark.gpu
 
@@ -16,7 +16,7 @@ _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
 def run(scenario, gpus=lambda i: _VISIBLE[i]):
     """Runs both processes; process i sees the GPUs `gpus(i)`."""
-    return run_two_processes(
+    return run_processes(
         lambda address, i: [str(PROGRAM), address, str(i), scenario],
         timeout=220,
         env=lambda i: {

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import train_qwen3_moe
-from cases import run_two_processes
+from cases import run_processes
 from flax import nnx
 from training import mesh as meshes
 from training import report, text
@@ -420,7 +420,7 @@ def test_two_processes_train_as_one(finished_run, tmp_path):
     _, arguments, records = finished_run
     command = [str(EXAMPLES / "train_qwen3_moe.py"), *arguments, "--out", str(tmp_path / "out")]
     command += ["--implementation", "xla", "--distributed", "--num-processes", "2"]
-    run_two_processes(
+    run_processes(
         lambda address, i: [*command, "--coordinator", address, "--process-id", str(i)], timeout=240
     )
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import make_mesh, run_two_processes
+from cases import make_mesh, run_processes
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import MoEConfig, _exchange, _implementation, _mesh, _runtime, _workspace
@@ -386,6 +386,6 @@ def test_an_axis_over_hosts_runs_on_xla(monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_two_real_processes():
-    outputs = run_two_processes(lambda address, i: [str(PROGRAM), address, str(i)], timeout=100)
+    outputs = run_processes(lambda address, i: [str(PROGRAM), address, str(i)], timeout=100)
     for output in outputs:
         assert "passed" in output

@@ -117,7 +117,10 @@ void watch_for_failures() {
         if (workspace->failure[i] == nullptr) continue;
         const std::string message = failure_message(*workspace, static_cast<int>(i));
         if (message.empty() || !told.insert(workspace->failure[i]).second) continue;
-        std::fprintf(stderr, "jax_megamoe: %s\n", message.c_str());
+        std::fprintf(stderr,
+                     "jax_megamoe: %s (the GPU's program is stopped by an illegal memory access, "
+                     "which is the error that CUDA reports)\n",
+                     message.c_str());
         std::fflush(stderr);
       }
     }
