@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_megamoe.config import MoEConfig
 
@@ -97,6 +98,12 @@ def divisible(experts: int, axis: str, ranks: int) -> None:
             f"w_gate has {experts} experts on axis {axis!r} of size {ranks}; "
             "the expert count must be a multiple of it"
         )
+
+
+def flag(name: str, value) -> None:
+    """Checks that an option is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
 
 
 def score(value) -> None:

@@ -85,6 +85,7 @@ class Layer:
             if dtype is not None:
                 _check.float_dtype(name, dtype)
         _check.score(self.score)
+        _check.flag("norm_topk_prob", self.norm_topk_prob)
         if not is_integer(self.top_k) or not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k is {self.top_k!r}; it must be an integer from 1 to num_experts, "

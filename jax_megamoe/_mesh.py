@@ -137,7 +137,8 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
             "jax.set_mesh"
         )
     if expert_axis not in mesh.axis_names:
-        raise ValueError(f"expert_axis is {expert_axis!r}; {_known_axes(mesh.axis_names)}")
+        must = "" if isinstance(expert_axis, str) else "it must be the name of one axis; "
+        raise ValueError(f"expert_axis is {expert_axis!r}; {must}{_known_axes(mesh.axis_names)}")
     return mesh
 
 
@@ -150,7 +151,8 @@ def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:
     """Checks that an argument names axes of the mesh, none twice."""
     for axis in axes:
         if axis not in mesh.axis_names:
-            raise ValueError(f"{argument} names {axis!r}; {_known_axes(mesh.axis_names)}")
+            must = "" if isinstance(axis, str) else "it must be a name or a sequence of names; "
+            raise ValueError(f"{argument} names {axis!r}; {must}{_known_axes(mesh.axis_names)}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"{argument} is {tuple(axes)}; an axis may be named only once")
 

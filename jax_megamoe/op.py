@@ -76,7 +76,8 @@ def moe_mlp(
       y, [T, H] in the dtype of x; or (y, MoEStats) if `return_stats`.
 
     Raises:
-      TypeError: if an argument has a dtype other than these, or `config` is no MoEConfig.
+      TypeError: if an argument has a dtype other than these, `config` is no MoEConfig, or
+        `return_stats` no bool.
       ValueError: if an argument has another shape, if no shard_map binds `axis_name`, or if
         `config` asks for what this machine cannot run.
 
@@ -92,6 +93,7 @@ def moe_mlp(
       (2, 4)
     """
     _check.config(config)
+    _check.flag("return_stats", return_stats)
     ranks = _mesh.axis_size(axis_name)
     _check.arguments(x, expert_ids, expert_weights, w_gate, w_up, w_down, ranks=ranks)
     _mesh.check_unsharded(x=x, expert_ids=expert_ids, expert_weights=expert_weights)

@@ -81,8 +81,8 @@ def route(
 
     Raises:
       ValueError: a shape that does not fit, `top_k` outside [1, E], or an unknown `score`.
-      TypeError: `logits` not floating, `token_mask` not boolean, `expert_ids` not integers, or what
-        is no array where one is expected.
+      TypeError: `logits` not floating, `token_mask` not boolean, `expert_ids` not integers,
+        `norm_topk_prob` no bool, or what is no array where one is expected.
 
     References:
       Qwen3-MoE: `Qwen3MoeTopKRouter` of Hugging Face transformers. Sigmoid scores and the bias:
@@ -98,7 +98,7 @@ def route(
       >>> [round(w, 4) for w in r.expert_weights[0].tolist()]
       [0.6439, 0.2369]
     """
-    _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids)
+    _check_route(logits, top_k, score, norm_topk_prob, expert_bias, token_mask, expert_ids)
     num_experts = logits.shape[-1]
     logits = logits.astype(jnp.float32)
     if token_mask is not None:
@@ -339,7 +339,7 @@ def _pick(scores, chosen):
     return jnp.where(chosen, scores[..., None, :], 0.0).sum(-1)
 
 
-def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
+def _check_route(logits, top_k, score, norm_topk_prob, expert_bias, token_mask, expert_ids):
     _check.array_like("logits", logits)
     if logits.ndim < 1 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
@@ -353,6 +353,7 @@ def _check_route(logits, top_k, score, expert_bias, token_mask, expert_ids):
             "logits"
         )
     _check.score(score)
+    _check.flag("norm_topk_prob", norm_topk_prob)
     if expert_bias is not None:
         _check.array_like("expert_bias", expert_bias)
         if expert_bias.shape != (num_experts,):

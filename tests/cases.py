@@ -274,10 +274,22 @@ def run_processes(
         )
         for i in range(count)
     ]
-    try:
-        outputs = [p.communicate(timeout=timeout)[0] for p in processes]
-    finally:
+
+    def end():
         for p in processes:
             p.kill()
+
+    outputs, late = [], []
+    try:
+        for i, p in enumerate(processes):
+            try:
+                outputs.append(p.communicate(timeout=timeout)[0])
+            except subprocess.TimeoutExpired:
+                late.append(i)
+                end()
+                outputs.append(p.communicate()[0])
+    finally:
+        end()
+    assert not late, "\n".join([f"process {late[0]} did not end:", *outputs])
     assert not any(p.returncode for p in processes), "\n".join(outputs)
     return outputs

@@ -145,15 +145,18 @@ def test_a_picture_is_of_one_kind_of_device(tiny, tmp_path):
 
 def test_routings_have_distinct_experts_and_the_documented_skew():
     mesh, shape = layer.mesh_of(1), layer.Shape(8, 8, experts=128, top_k=8)
-    loads = {}
+    loads, experts = {}, {}
     for routing in layer.ROUTINGS:
         ids, weights = layer.make_routing(mesh, shape, 2048, routing)
         assert ids.dtype == np.int32 and ids.shape == weights.shape == (2048, 8)
         assert (np.diff(np.sort(ids, axis=1), axis=1) > 0).all()
         np.testing.assert_allclose(np.sum(weights, axis=1), 1, rtol=1e-5)
         loads[routing] = layer.load_of(mesh, shape, ids)[0]
+        experts[routing] = np.bincount(ids.ravel(), minlength=128) / (2048 * 8 / 128)
+        assert experts[routing].max() == pytest.approx(loads[routing])
     assert loads["random"] < 1.5
     assert 5 < loads["skewed"] < 9
+    assert (experts["skewed"] > 3).sum() in (4, 5, 6)  # the fifth has hardly more
 
 
 @pytest.mark.parametrize(

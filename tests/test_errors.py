@@ -146,6 +146,13 @@ def test_config_of_another_type(value):
         moe(**arguments(), mesh=make_mesh(), expert_axis="expert", config=value)
 
 
+def test_statistics_are_asked_for_or_not():
+    with pytest.raises(TypeError, match="^return_stats is 'no'; it must be True or False$"):
+        moe_mlp(**arguments(), return_stats="no")
+    with pytest.raises(TypeError, match="^norm_topk_prob is 1; it must be True or False$"):
+        nnx.MoE(8, 16, 4, 2, norm_topk_prob=1, rngs=flax.nnx.Rngs(0))
+
+
 def sharded_over_data(mesh):
     specs = (P("data"),) * 3 + (P(),) * 3
     return jax.shard_map(
@@ -182,8 +189,14 @@ class TestMoe:
         with pytest.raises(ValueError, match="^token_axes is .*; an axis may be named only once"):
             moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=("data", "data"))
 
-        with pytest.raises(ValueError, match="^token_axes names 3; the axes are 'data'"):
-            moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=3)
+        for axes, found in ((3, "3"), ({"data"}, "{'data'}"), ((("data",),), r"\('data',\)")):
+            message = f"^token_axes names {found}; it must be a name or a sequence of names; the"
+            with pytest.raises(ValueError, match=message):
+                moe(**arguments(), mesh=mesh, expert_axis="expert", token_axes=axes)
+        for axis in (("expert",), ["expert"], None, 3):
+            message = f"^expert_axis is {re.escape(repr(axis))}; it must be the name of one axis; "
+            with pytest.raises(ValueError, match=message):
+                moe(**arguments(), mesh=mesh, expert_axis=axis)
 
     def test_no_slots(self):
         ids, weights = jnp.zeros((16, 0), jnp.int32), jnp.zeros((16, 0))

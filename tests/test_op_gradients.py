@@ -203,6 +203,7 @@ def test_no_row_is_lost_on_one_full_rank(implementation, routing):
         assert rounds[0] > 1 and not np.asarray(rounds[1:]).any()
     ids = np.asarray(inputs.expert_ids)
     np.testing.assert_array_equal(load, np.bincount(ids[ids >= 0], minlength=8))
+    assert_close(runner(implementation, 8)(inputs), oracle(inputs), F32)
     assert_close_output(y, inputs)
 
 

@@ -348,6 +348,7 @@ def test_bias_takes_no_gradient():
         (TypeError, "expert_ids has dtype float32; it must be integers", {"expert_ids": (4, 2)}),
         (ValueError, r"expert_ids has shape \(4, 3\).*must be \(4, 2\)", {"expert_ids": "[4,3]"}),
         (TypeError, "logits has shape .* and dtype int32; it must be floating", {"logits": 1}),
+        (TypeError, "norm_topk_prob is 'no'; it must be True or False", {"norm_topk_prob": "no"}),
     ],
 )
 def test_route_names_what_is_wrong(error, message, kwargs):

@@ -135,15 +135,15 @@ ffi::Error run_ranks(const CudaWorkspace& workspace, cudaStream_t stream, const 
   if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) {
     return ffi::Error::Internal("cudaEventCreate failed");
   }
-  const int ranks = static_cast<int>(workspace.block.size());
+  const int slices = static_cast<int>(workspace.block.size());
   cudaEventRecord(event, stream);
   std::string error;
-  for (int rank = 0; rank < ranks && error.empty(); ++rank) {
-    cudaStreamWaitEvent(workspace.stream[rank], event);
-    error = enqueue(rank, Slice{rank, ranks}, workspace.stream[rank]);
+  for (int i = 0; i < slices && error.empty(); ++i) {
+    cudaStreamWaitEvent(workspace.stream[i], event);
+    error = enqueue(i, Slice{i, slices}, workspace.stream[i]);
   }
-  for (int rank = 0; rank < ranks; ++rank) {
-    cudaEventRecord(event, workspace.stream[rank]);
+  for (int i = 0; i < slices; ++i) {
+    cudaEventRecord(event, workspace.stream[i]);
     cudaStreamWaitEvent(stream, event);
   }
   cudaEventDestroy(event);

@@ -46,11 +46,10 @@ __device__ __forceinline__ void fence_bulk_copies() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Writes down who waited for what, and ends this kernel and all later ones of the process by an
-// access to memory that is mapped nowhere. Not by __trap(): where several processes share a GPU and
-// trap at about the same time, the driver (580.159) never tells the first of them, whose host then
-// waits for ever. In a program of 40 lines, without JAX, that was one of eight processes in each of
-// three rounds; of 72 that did this instead, eight or 16 at a time, all knew within 2.5 s.
+// Writes down who waited for what, and ends this kernel and all later ones of this process on this
+// GPU by an access to memory that is mapped nowhere. Not by __trap(): where several processes share
+// a GPU and trap at about the same time, the driver (580.159) does not tell one of them, whose host
+// then waits for ever (docs/results/2026-11-30-h200-trap.txt).
 __device__ __forceinline__ void fail(const Directory& directory, int32_t rank, Phase phase,
                                      int32_t waited_for, int64_t seen, int64_t wanted) {
   volatile Failure* failure = directory.failure;
@@ -64,8 +63,8 @@ __device__ __forceinline__ void fail(const Directory& directory, int32_t rank, P
   __threadfence_system();
   constexpr uint64_t kNowhere = 16;
   asm volatile("st.global.u32 [%0], %1;" ::"l"(kNowhere), "r"(1) : "memory");
-  __threadfence_system();  // which the store does not let end
-  __trap();
+  __threadfence_system();  // waits for the store, which never ends
+  __trap();                // only if it did
 }
 
 // Waits until *counter, which only grows, has reached `wanted`. `tile` is for the message, a
