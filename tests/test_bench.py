@@ -410,5 +410,5 @@ def test_observed_memory_is_that_of_operands_results_and_workspace_at_least(
     assert workspace > 0 or implementation == "xla"
     # x, dy, y, dx; the weights and their gradients.
     assert 4 * tokens + 2 * weights + workspace <= seen["observed_bytes"]
-    # Libraries that XLA calls have workspaces of their own.
-    assert seen["observed_bytes"] <= seen["peak_bytes"] + 2**26
+    # XLA's libraries and its choice of algorithms take memory, too: up to 111 MiB has been seen.
+    assert seen["observed_bytes"] <= seen["peak_bytes"] + 2**28
