@@ -43,7 +43,8 @@ QWEN3_LAYERS = [(2048, 768, 128), (4096, 1536, 32)]
 # uneven ones; H < I.
 ODD_SIZES = [(64, 64), (448, 704), (4096, 64), (4160, 64), (192, 1536)]
 ALL_SIZES = [*ODD_SIZES, *(layer[:2] for layer in QWEN3_LAYERS)]
-GROUPS = [(2, 2), (2, 4), (4, 2), (4, 1)]  # how many, and the ranks of each
+# How many, and the ranks of each: at most 8 in all, the streams that are sure to run side by side.
+GROUPS = [(2, 2), (2, 4), (4, 2), (4, 1)]
 _keys = itertools.count(1 << 40)  # apart from those of jax_megamoe._workspace
 
 
