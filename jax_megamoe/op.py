@@ -68,8 +68,8 @@ def moe_mlp(
         experts, R being the size of the axis; rank r holds experts r * E_l to (r + 1) * E_l - 1.
       w_up: [E_l, H, I] in the dtype of w_gate, the up projections.
       w_down: [E_l, I, H] in the dtype of w_gate, the down projections.
-      axis_name: the mesh axis over which experts are split; None where the weights hold all experts:
-        on one device, or inside a shard_map that does not split them.
+      axis_name: the mesh axis over which experts are split; None where the weights hold all
+        experts: on one device, or inside a shard_map that does not split them.
       config: implementation, precision and resources; static.
       return_stats: also return the statistics of the routing.
 
