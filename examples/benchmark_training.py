@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from training.report import final, plot_losses, summary
 
 from jax_megamoe._bench import report as records
+from jax_megamoe._bench.arguments import plot_module
 
 TRAIN = Path(__file__).with_name("train_qwen3_moe.py")
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
@@ -147,12 +148,7 @@ def main(argv=None) -> list[records.Record]:
     """Makes the runs; returns and appends their records."""
     args, options = arguments(argv)
     if args.plot:
-        from jax_megamoe._bench import plot
-
-        try:
-            plot.check_path(args.plot)
-        except ValueError as error:
-            sys.exit(f"benchmark_training.py: plot is {args.plot}: {error}")
+        plot_module("benchmark_training.py", args.plot)
     software = records.software(args.commit)
     layers = [int(n) for n in args.layers.split(",")] if args.layers else [None]
     found = records.read([args.out]) if args.out and args.out.exists() else []

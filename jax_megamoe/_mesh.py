@@ -137,8 +137,7 @@ def resolve(mesh: Mesh | None, expert_axis: str) -> Mesh | AbstractMesh:
             "jax.set_mesh"
         )
     if expert_axis not in mesh.axis_names:
-        must = "" if isinstance(expert_axis, str) else "it must be the name of one axis; "
-        raise ValueError(f"expert_axis is {expert_axis!r}; {must}{_known_axes(mesh.axis_names)}")
+        raise _unknown_axis("expert_axis is", "the name of one axis", expert_axis, mesh)
     return mesh
 
 
@@ -151,8 +150,7 @@ def check_axes(argument: str, axes: Sequence[str], mesh: Mesh) -> None:
     """Checks that an argument names axes of the mesh, none twice."""
     for axis in axes:
         if axis not in mesh.axis_names:
-            must = "" if isinstance(axis, str) else "it must be a name or a sequence of names; "
-            raise ValueError(f"{argument} names {axis!r}; {must}{_known_axes(mesh.axis_names)}")
+            raise _unknown_axis(f"{argument} names", "a name or a sequence of names", axis, mesh)
     if len(set(axes)) != len(axes):
         raise ValueError(f"{argument} is {tuple(axes)}; an axis may be named only once")
 
@@ -224,6 +222,11 @@ def _context_mesh():
         return jax.sharding.get_mesh()
     except ValueError:  # Under jit only the abstract mesh can be seen.
         return jax.sharding.get_abstract_mesh()
+
+
+def _unknown_axis(found, accepted, axis, mesh):
+    must = "" if isinstance(axis, str) else f"it must be {accepted}; "
+    return ValueError(f"{found} {axis!r}; {must}{_known_axes(mesh.axis_names)}")
 
 
 def _known_axes(names):

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jax_megamoe._bench import core, layer, report, timing
-from jax_megamoe._bench.arguments import counts, list_of
+from jax_megamoe._bench.arguments import counts, list_of, plot_module
 from jax_megamoe.config import PRECISIONS, MoEConfig
 
 _PROGRAM = "python -m jax_megamoe.bench"
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parse(arguments)
     appended = [options.out] if options.out and options.out.exists() else []
-    plot = _plot_module(options)
+    plot = plot_module(_PROGRAM, options.plot) if options.plot else None
     failed = False
     try:
         records = report.read(options.read or appended)
@@ -73,21 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
     return int(failed)
-
-
-def _plot_module(options):
-    """What draws the picture, if one is wanted; asked for before hours of measuring."""
-    if not options.plot:
-        return None
-    try:
-        from jax_megamoe._bench import plot
-
-        plot.check_path(options.plot)
-    except ModuleNotFoundError as error:
-        sys.exit(f"{_PROGRAM}: plot is {options.plot} and needs {error.name}, which is missing")
-    except ValueError as error:
-        sys.exit(f"{_PROGRAM}: plot is {options.plot}: {error}")
-    return plot
 
 
 def _measure(options, environment) -> Iterator[report.Record]:

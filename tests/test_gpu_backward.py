@@ -30,12 +30,11 @@ from test_gpu_forward import (
     ODD_SIZES,
     QWEN3_LAYERS,
     bytes_pulled,
+    inputs_of_groups,
     places,
     poisoned_ranks,
     rank_attributes,
     rank_operands,
-    tokens_of_groups,
-    uneven_groups,
 )
 
 from jax_megamoe import MoEConfig, _runtime, moe_mlp
@@ -266,12 +265,8 @@ def backward_ranks(shape, ranks, key, capacity_rows, swiglu_limit=np.inf, groups
 @pytest.mark.parametrize(("groups", "ranks"), GROUPS)
 @pytest.mark.parametrize("routing", ["random", "holes", "uneven"])
 def test_groups_of_ranks_keep_to_themselves(routing, groups, ranks):
-    """A mesh of data x experts. With "uneven" groups some have one round and others have many."""
-    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
-    inputs = make_inputs(shape, "holes" if routing == "holes" else "random", **BF16)
-    groups_tokens = tokens_of_groups(shape, ranks, groups)
-    if routing == "uneven":
-        inputs = uneven_groups(inputs, groups_tokens)
+    """As on a mesh of data x experts."""
+    shape, inputs, groups_tokens = inputs_of_groups(routing, ranks, groups)
     dx, d_expert_weights, *_ = fused()(inputs)
     alone = [fused()(tokens_of(inputs, tokens))[2:] for tokens in groups_tokens]
     for capacity_rows in (128, 8192):

@@ -88,16 +88,20 @@ def rank_operands(args, ranks, groups):
     return (*tokens, *weights)
 
 
-def tokens_of_groups(shape, ranks, groups):
-    """int [groups, tokens of a group]: which tokens of all each group has."""
+def inputs_of_groups(routing, ranks, groups):
+    """(shape, inputs, int [groups, tokens of a group]: which tokens of all each group has).
+
+    With the routing "uneven" all tokens of the first group go to one expert, those of the last to
+    none: some groups then need one round and others many.
+    """
+    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
     slices = np.arange(shape.tokens).reshape(ranks, groups, -1)
-    return slices.transpose(1, 0, 2).reshape(groups, -1)
-
-
-def uneven_groups(inputs, groups_tokens):
-    """All tokens of the first group go to one expert, those of the last to none."""
-    ids = inputs.expert_ids.at[groups_tokens[-1]].set(-1)
-    return inputs._replace(expert_ids=ids.at[groups_tokens[0]].set(1))
+    groups_tokens = slices.transpose(1, 0, 2).reshape(groups, -1)
+    inputs = make_inputs(shape, "random" if routing == "uneven" else routing, **BF16)
+    if routing == "uneven":
+        ids = inputs.expert_ids.at[groups_tokens[-1]].set(-1)
+        inputs = inputs._replace(expert_ids=ids.at[groups_tokens[0]].set(1))
+    return shape, inputs, groups_tokens
 
 
 @functools.cache
@@ -256,12 +260,8 @@ def test_no_bit_depends_on_ranks_capacity_or_what_memory_held(ranks, routing):
 @pytest.mark.parametrize(("groups", "ranks"), GROUPS)
 @pytest.mark.parametrize("routing", ["random", "holes", "uneven"])
 def test_groups_of_ranks_keep_to_themselves(routing, groups, ranks):
-    """A mesh of data x experts. With "uneven" groups some have one round and others have many."""
-    shape = Shape(tokens=640, top_k=4, experts=16, hidden=256, intermediate=192)
-    inputs = make_inputs(shape, "holes" if routing == "holes" else "random", **BF16)
-    groups_tokens = tokens_of_groups(shape, ranks, groups)
-    if routing == "uneven":
-        inputs = uneven_groups(inputs, groups_tokens)
+    """As on a mesh of data x experts."""
+    shape, inputs, groups_tokens = inputs_of_groups(routing, ranks, groups)
     want, _ = single()(*inputs.args)
     ids = np.asarray(inputs.expert_ids)[groups_tokens].reshape(groups, -1)
     loads = [np.bincount(i[(i >= 0) & (i < 16)], minlength=16) for i in ids]
@@ -319,7 +319,7 @@ def test_gradients_are_the_oracles():
 
 def test_peers_that_never_arrive_end_in_errors_that_name_them(tmp_path):
     """Three processes a pass share the GPU and stop at once: none may miss that it did."""
-    program = f"""
+    program = """
         import pathlib, sys, time, jax, jax.numpy as jnp, numpy as np
         from jax_megamoe import _runtime
         ffi = _runtime.load()
@@ -328,7 +328,7 @@ def test_peers_that_never_arrive_end_in_errors_that_name_them(tmp_path):
         x, w = jnp.ones((8, 64), jnp.bfloat16), jnp.ones((1, 64, 64), jnp.bfloat16)
         ids, weights = jnp.zeros((8, 1), jnp.int32), jnp.ones((8, 1))
         place = jnp.zeros(2, jnp.int32)
-        pass_, number = sys.argv[1:]
+        pass_, number, ready = sys.argv[1:]
         if pass_ == "forward":
             args = (x, ids, weights, w, w, w, place)
             results = (x, jnp.zeros(1, jnp.int32), jnp.zeros(2, jnp.int32))
@@ -336,12 +336,12 @@ def test_peers_that_never_arrive_end_in_errors_that_name_them(tmp_path):
             args = (x, ids, weights, w, w, w, x, place)
             results = (x, weights, w, w, w)
         results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results]
-        call = jax.ffi.ffi_call(f"jax_megamoe_{{pass_}}", results)
+        call = jax.ffi.ffi_call(f"jax_megamoe_{pass_}", results)
         run = jax.jit(lambda *a: call(
             *a, workspace=np.int64(7), ranks=np.int64(2), capacity_rows=np.int64(256),
             precision="bf16", wgrad_precision="bf16", swiglu_limit=np.float32(np.inf),
             timeout_s=np.float32(2), reserved_sms=np.int64(0))).lower(*args).compile()
-        ready = pathlib.Path({str(tmp_path)!r})
+        ready = pathlib.Path(ready)
         (ready / number).touch()
         waiting = time.perf_counter()
         while len(list(ready.iterdir())) < 6:
@@ -352,11 +352,12 @@ def test_peers_that_never_arrive_end_in_errors_that_name_them(tmp_path):
             try:
                 jax.block_until_ready(run(*args))
             except Exception as error:
-                print(f"{{name}} after {{time.perf_counter() - start:.1f}} s:", error)
+                print(f"{name} after {time.perf_counter() - start:.1f} s:", error)
             time.sleep(1)  # the message is printed by a thread
     """
+    program = ["-c", textwrap.dedent(program)]
     outputs = run_processes(
-        lambda _, i: ["-c", textwrap.dedent(program), ("forward", "backward")[i % 2], str(i)],
+        lambda _, i: [*program, ("forward", "backward")[i % 2], str(i), str(tmp_path)],
         timeout=90,
         env=lambda _: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         count=6,

@@ -1,9 +1,12 @@
-"""Arguments that are lists separated by commas."""
+"""Arguments that the measuring programs share."""
 
 from __future__ import annotations
 
 import argparse
+import pathlib
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 
 def list_of(choices: Sequence[str], empty: bool = False) -> Callable[[str], tuple[str, ...]]:
@@ -35,3 +38,19 @@ def counts(text: str) -> tuple[int, ...]:
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
     return values
+
+
+def plot_module(program: str, path: pathlib.Path) -> ModuleType:
+    """Returns what draws pictures; asked for before hours of measuring.
+
+    Ends the program, with the reason, where matplotlib is missing or cannot write to `path`.
+    """
+    try:
+        from jax_megamoe._bench import plot
+
+        plot.check_path(path)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{program}: plot is {path} and needs {error.name}, which is missing")
+    except ValueError as error:
+        sys.exit(f"{program}: plot is {path}: {error}")
+    return plot
